@@ -1,0 +1,163 @@
+"""What one request asks for, checked when it is written down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+NOT_YET_SUPPORTED = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "min_new_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "logprobs",
+)
+"""Fields that must be left at their default: this version cannot honour them."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is to be decoded; every field is checked on construction.
+
+    Attributes:
+        max_new_tokens: at most so many tokens come back; 0 gives none.
+        temperature: 0 is greedy decoding.
+        stop: text that ends the request, cut from the output unless `include_stop_str_in_output`.
+        stop_token_ids: ids that end the request, beside the model's own end-of-sequence ids.
+        ignore_eos: do not end at the model's own end-of-sequence ids.
+        speculation: ``"tree"``, ``"chain"`` (one candidate per depth) or ``"off"`` (plain
+            decoding). The tokens are the same.
+        budget: tree nodes below the root, or None for the engine's own; 0 is plain decoding.
+        trace: record the tree and the accepted path of every round.
+
+    Raises:
+        ValueError: a field has the wrong type or an impossible value, or asks for what this
+            version cannot honour; the message begins with the field's name.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    speculation: str = "tree"
+    budget: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 0),
+            "temperature": _number("temperature", self.temperature, 0),
+            "top_k": _integer("top_k", self.top_k, 0),
+            "top_p": _number("top_p", self.top_p, 0, 1, above=True),
+            "min_p": _number("min_p", self.min_p, 0, 1),
+            "stop": _strings("stop", self.stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "min_new_tokens": _integer("min_new_tokens", self.min_new_tokens, 0),
+            "presence_penalty": _number("presence_penalty", self.presence_penalty, -2, 2),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2, 2),
+            "repetition_penalty": _number(
+                "repetition_penalty", self.repetition_penalty, 0, above=True
+            ),
+        }
+        if self.seed is not None:
+            checked["seed"] = _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logit_bias is not None:
+            checked["logit_bias"] = _logit_bias(self.logit_bias)
+        if self.logprobs is not None:
+            checked["logprobs"] = _integer("logprobs", self.logprobs, 0, 20)
+        if self.budget is not None:
+            checked["budget"] = _integer("budget", self.budget, 0)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens: {self.min_new_tokens} is more than max_new_tokens, "
+                f"{self.max_new_tokens}"
+            )
+        if self.speculation not in ("tree", "chain", "off"):
+            raise ValueError(
+                f'speculation: expected "tree", "chain" or "off", got {self.speculation!r}'
+            )
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "trace"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        for name in NOT_YET_SUPPORTED:
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name}: not supported yet; leave it at its default, {default!r} "
+                    f"(got {getattr(self, name)!r})"
+                )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    if not _is_int(value):
+        raise ValueError(f"{name}: expected an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        upper = "" if high is None else f" and <= {high}"
+        raise ValueError(f"{name}: expected an integer >= {low}{upper}, got {value}")
+    return int(value)
+
+
+def _number(
+    name: str, value: Any, low: float, high: float | None = None, above: bool = False
+) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value!r}")
+    value = float(value)
+    if value < low or (above and value == low) or (high is not None and value > high):
+        lower = f"{'>' if above else '>='} {low}"
+        upper = "" if high is None else f" and <= {high}"
+        raise ValueError(f"{name}: expected a number {lower}{upper}, got {value}")
+    return value
+
+
+def _strings(name: str, values: Any) -> tuple[str, ...]:
+    values = (values,) if isinstance(values, str) else values
+    if not isinstance(values, Sequence) or not all(isinstance(text, str) for text in values):
+        raise ValueError(f"{name}: expected a string or a sequence of strings, got {values!r}")
+    if "" in values:
+        raise ValueError(f"{name}: an empty string would match at once; leave it out")
+    return tuple(values)
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise ValueError(f"{name}: expected a sequence of token ids, got {values!r}")
+    return tuple(_integer(name, value, 0) for value in values)
+
+
+def _logit_bias(values: Any) -> dict[int, float]:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"logit_bias: expected a mapping of token id to number, got {values!r}")
+    return {
+        _integer("logit_bias", token, 0): _number("logit_bias", bias, -math.inf)
+        for token, bias in values.items()
+    }

@@ -1,0 +1,122 @@
+"""DFlash block drafter: a few layers that read the target's features and draft a whole block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ddtree.config import DraftConfig
+from ddtree.kernels.reference import TorchOps, View
+from ddtree.models.layers import ROPE_MARGIN, DecoderLayer, Linear, RMSNorm, Rope
+from ddtree.models.loader import Checkpoint
+from ddtree.state import StepState
+
+
+class DFlash(nn.Module):
+    """Drafts `[anchor, mask x L]` in one forward (Chen et al. 2026, DFlash).
+
+    The context enters as keys and values only: those of every committed row are made from the
+    target's tapped features by `write_context`, with the projections that also serve the block.
+    Embedding and head are the target's.
+
+    Args:
+        num_positions: positions that the RoPE tables cover; by default the drafter's own maximum
+            plus a margin. It must cover the target's context.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        ops: TorchOps,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_positions: int | None = None,
+    ):
+        super().__init__()
+        self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
+        hidden, width = config.hidden_size, config.num_kv_heads * config.head_dim
+        self.fc = Linear(ops, len(config.target_layer_ids) * hidden, {"fc": hidden})
+        self.hidden_norm = RMSNorm(ops, hidden, config.rms_norm_eps)
+        self.layers: Any = nn.ModuleList(
+            DecoderLayer(config, ops) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(ops, hidden, config.rms_norm_eps)
+        # The k and v weights of all layers once more, stacked: context rows need no queries, and
+        # one matmul instead of two per layer is worth the copy.
+        self.context_kv = Linear(
+            ops,
+            hidden,
+            {
+                f"layers.{index}.self_attn.{part}": width
+                for index in range(config.num_layers)
+                for part in ("k_proj", "v_proj")
+            },
+            config.attention_bias,
+        )
+        num_positions = num_positions or config.max_position_embeddings + ROPE_MARGIN
+        self.rope = Rope(config.rope, config.head_dim, num_positions, device)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Fill every weight from `checkpoint`.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape.
+        """
+        self.fc.load(checkpoint)
+        self.hidden_norm.load(checkpoint, "hidden_norm")
+        for index, layer in enumerate(self.layers):
+            layer.load(checkpoint, f"layers.{index}.")
+            checkpoint.ignore(f"layers.{index}.self_attn.rotary_emb.inv_freq")
+        self.context_kv.load(checkpoint)
+        self.norm.load(checkpoint, "norm")
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The distinct attention views of the layers."""
+        return tuple(dict.fromkeys(self.config.layer_views))
+
+    def forward(self, embeddings: Tensor, state: StepState, kv: Tensor) -> Tensor:
+        """Hidden states of one block per row, after the final norm.
+
+        Args:
+            embeddings: [B, L+1, H] the target's embeddings of the anchor and L mask tokens.
+            state: positions, slots and the plan (made for `self.views`) of the block.
+            kv: [layers, 2, slots, Hkv, D] paged K/V of the context; the block's own are written
+                at state.slots.
+
+        Returns:
+            [B, L+1, H]; row i, given to the target's head, predicts the token at position i.
+        """
+        x = embeddings.to(self.dtype)
+        if self.config.input_embedding_scale != 1.0:
+            x = x * self.config.input_embedding_scale
+        cos, sin = self.rope(state.positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, state, kv[index], self.config.layer_views[index])
+        return self.norm(x)
+
+    def write_context(self, features: Tensor, positions: Tensor, slots: Tensor, kv: Tensor) -> None:
+        """Write the context K/V of committed rows in every layer.
+
+        Args:
+            features: [B, T, M*H] the target's tapped residual streams of the rows.
+            positions: [B, T] int64 absolute positions.
+            slots: [B, T] int64 slots to write.
+            kv: [layers, 2, slots, Hkv, D].
+        """
+        hidden = self.hidden_norm(self.fc(features.to(self.dtype)))
+        rows = rearrange(
+            self.context_kv(hidden),
+            "b t (layer two h d) -> layer two b t h d",
+            layer=self.config.num_layers,
+            two=2,
+            d=self.config.head_dim,
+        )
+        cos, sin = self.rope(positions)
+        for index, layer in enumerate(self.layers):
+            k, v = rows[index]
+            k = self.ops.rope(layer.attention.k_norm(k), cos, sin)
+            self.ops.write_kv(kv[index], slots, k, v)

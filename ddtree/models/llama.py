@@ -1,0 +1,105 @@
+"""Llama target: a plain pre-norm decoder over the paged KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddtree.config import ModelConfig
+from ddtree.kernels.reference import TorchOps, View
+from ddtree.models.layers import ROPE_MARGIN, DecoderLayer, Linear, RMSNorm, Rope
+from ddtree.models.loader import Checkpoint
+from ddtree.state import StepState
+
+
+class Llama(nn.Module):
+    """A causal LM whose forward writes K/V to pages and can tap its residual stream.
+
+    Args:
+        num_positions: positions that the RoPE tables cover; by default the model's own maximum
+            plus a margin for drafts.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: TorchOps,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_positions: int | None = None,
+    ):
+        super().__init__()
+        self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
+        self.embedding: Any = None
+        self.head = Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
+        self.layers: Any = nn.ModuleList(
+            DecoderLayer(config, ops) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(ops, config.hidden_size, config.rms_norm_eps)
+        num_positions = num_positions or config.max_position_embeddings + ROPE_MARGIN
+        self.rope = Rope(config.rope, config.head_dim, num_positions, device)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Fill every weight from `checkpoint`.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape.
+        """
+        # The largest weights first: their packing needs the most room beside them.
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        if self.config.tie_word_embeddings:
+            self.embedding = checkpoint.read("model.embed_tokens.weight", shape)
+            self.head.weight = self.ops.pack_linear(self.embedding)
+            checkpoint.ignore("lm_head.weight", shape)
+        else:
+            if "lm_head.weight" not in checkpoint:
+                raise ValueError(
+                    f"{checkpoint.folder}: tensor lm_head.weight is missing, and config.json says "
+                    "tie_word_embeddings is false"
+                )
+            self.head.load(checkpoint)
+            self.embedding = checkpoint.read("model.embed_tokens.weight", shape)
+        for index, layer in enumerate(self.layers):
+            layer.load(checkpoint, f"model.layers.{index}.")
+            checkpoint.ignore(f"model.layers.{index}.self_attn.rotary_emb.inv_freq")
+        self.norm.load(checkpoint, "model.norm")
+
+    def views(self, kind: str) -> tuple[View, ...]:
+        """The attention views that a forward of `kind` ("causal" or "tree") uses."""
+        return ((kind, 0),)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """`tokens [B, T]` -> embeddings `[B, T, H]`."""
+        return nn.functional.embedding(tokens, self.embedding)
+
+    def forward(
+        self, tokens: Tensor, state: StepState, kv: Tensor, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the decoder on `tokens [B, T]`.
+
+        Args:
+            state: positions, slots and the attention plan, made for one of `self.views`.
+            kv: [layers, 2, slots, Hkv, D] paged K/V; the tokens' own are written at state.slots.
+            taps: 0-based layers whose residual stream is wanted, in the order wanted.
+
+        Returns:
+            The hidden states `[B, T, H]` after the final norm, and the features
+            `[B, T, M * H]`: the residual stream after each tapped layer, no final norm (None
+            without taps).
+        """
+        (view,) = state.plan.masks
+        cos, sin = self.rope(state.positions)
+        x = self.embed(tokens)
+        tapped = {}
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, state, kv[index], view)
+            if index in taps:
+                tapped[index] = x
+        features = torch.cat([tapped[index] for index in taps], dim=-1) if taps else None
+        return self.norm(x), features
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final hidden states `[..., H]`, of the target or its drafter -> float32 `[..., V]`."""
+        return self.head(hidden.to(self.dtype)).float()

@@ -1,0 +1,241 @@
+"""Reads safetensors checkpoints, tensor by tensor, and accounts for every one of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+ALLOWED_FILES = (
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "*.tiktoken",
+)
+"""What is fetched from the hub: weights, configuration, tokenizer; never code or pickles."""
+PROGRESS_BYTES = 2 * 2**30
+"""Checkpoints from this size on are loaded under a progress bar."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+def resolve(
+    path_or_id: str | Path,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    name: str = "target",
+) -> Path:
+    """Return the checkpoint folder itself, or fetch a hub id and return its local folder.
+
+    Args:
+        revision: branch, tag or commit of the hub repository; a local folder has none.
+        local_files_only: take hub files from the local cache only.
+        name: the argument that errors speak of.
+
+    Raises:
+        ValueError: `path_or_id` is no folder, and no hub repository that can be reached.
+    """
+    if not isinstance(path_or_id, (str, Path)):
+        raise ValueError(f"{name}: expected a folder or a hub id, got {path_or_id!r}")
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    hub_id = str(path_or_id)
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", hub_id):
+        raise ValueError(f"{name}: {hub_id!r} is neither a folder nor a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        fetched = snapshot_download(
+            hub_id,
+            revision=revision,
+            local_files_only=local_files_only,
+            allow_patterns=list(ALLOWED_FILES),
+            ignore_patterns=["*/*"],
+        )
+    except Exception as error:
+        where = "in the local cache" if local_files_only else "on the hub"
+        raise ValueError(
+            f"{name}: {hub_id!r} is not a folder, and not found {where}: {error}"
+        ) from error
+    return Path(fetched)
+
+
+class Checkpoint:
+    """The tensors of a checkpoint folder, read by name into `dtype` on `device`.
+
+    As a context manager it checks at the end that nothing was left unread. Each tensor is read
+    through a mapping of its own: one that lives as long as the whole file would keep every page
+    read so far in memory, beside the weights made from it.
+
+    Args:
+        strip: optional prefix that tensor names may or may not carry.
+        progress: show a progress bar; None shows it for big checkpoints only.
+
+    Raises:
+        ValueError: no safetensors file, a missing or broken shard, or an index that does not
+            agree with its shards.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        strip: str = "",
+        progress: bool | None = None,
+    ):
+        self.folder = Path(folder)
+        self.device, self.dtype = device, dtype
+        self._files: dict[str, tuple[Path, str]] = {}
+        for stored, path in _tensor_files(self.folder).items():
+            name = stored.removeprefix(strip)
+            if name in self._files:
+                raise ValueError(f"{path}: tensor {name} is there with and without {strip!r}")
+            self._files[name] = path, stored
+        self._unread = set(self._files)
+        size = sum(path.stat().st_size for path in {path for path, _ in self._files.values()})
+        show = size >= PROGRESS_BYTES if progress is None else progress
+        self._bar = tqdm(
+            total=len(self._files),
+            desc=f"loading {self.folder.name}",
+            unit="tensor",
+            disable=not show,
+        )
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()
+        if error is None and self._unread:
+            names = sorted(self._unread)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(
+                f"{self.folder}: the model has no place for tensor {', '.join(names[:5])}{more}"
+            )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return tensor `name`, which must have `shape`.
+
+        Raises:
+            ValueError: the tensor is missing, has another shape, or is not floating point.
+        """
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._fill(out, name)
+        return out
+
+    def stack(self, rows: Mapping[str, int], in_features: int | None = None) -> Tensor:
+        """Read several tensors, name -> rows, one below the other.
+
+        Returns:
+            [sum of rows, in_features], or [sum of rows] for biases (`in_features` None).
+        """
+        inner = () if in_features is None else (in_features,)
+        out = torch.empty((sum(rows.values()), *inner), dtype=self.dtype, device=self.device)
+        for part, name in zip(out.split(list(rows.values())), rows, strict=True):
+            self._fill(part, name)
+        return out
+
+    def ignore(self, name: str, shape: tuple[int, ...] | None = None) -> None:
+        """Count tensor `name` as read if it is there; `shape` is checked where given."""
+        if name in self._files:
+            if shape is not None:
+                self._check(name, shape)
+            self._mark(name)
+
+    def _fill(self, out: Tensor, name: str) -> None:
+        self._check(name, tuple(out.shape))
+        path, stored = self._files[name]
+        with safe_open(path, framework="pt") as file:
+            out.copy_(file.get_slice(stored)[:])
+        self._mark(name)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._files:
+            raise ValueError(f"{self.folder}: tensor {name} is missing, expected {list(shape)}")
+        path, stored = self._files[name]
+        with safe_open(path, framework="pt") as file:
+            view = file.get_slice(stored)
+            found, dtype = view.get_shape(), view.get_dtype()
+        if tuple(found) != shape:
+            raise ValueError(
+                f"{path}: tensor {name} has shape {list(found)}, expected {list(shape)}"
+            )
+        if dtype not in FLOATS:
+            raise ValueError(
+                f"{path}: tensor {name} is stored as {dtype}; only {', '.join(sorted(FLOATS))} "
+                "are supported"
+            )
+
+    def _mark(self, name: str) -> None:
+        if name in self._unread:
+            self._unread.remove(name)
+            self._bar.update()
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Map every tensor in the folder to the file that holds it."""
+    if (folder / SINGLE_FILE).is_file():
+        return dict.fromkeys(_names(folder / SINGLE_FILE), folder / SINGLE_FILE)
+    if (folder / INDEX_FILE).is_file():
+        return _sharded_files(folder)
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise ValueError(
+            f"{folder}: only safetensors checkpoints are loaded (never pickles), but there is "
+            f"only {', '.join(pickles)}"
+        )
+    raise ValueError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+
+
+def _sharded_files(folder: Path) -> dict[str, Path]:
+    index = folder / INDEX_FILE
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} has no valid weight_map: {error!r}") from error
+    files: dict[str, Path] = {}
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise ValueError(f"{index}: shard {shard!r} is not a plain file name")
+        if not (folder / shard).is_file():
+            raise ValueError(f"{folder}: shard {shard} is missing")
+        for name in _names(folder / shard):
+            if weight_map.get(name) != shard:
+                raise ValueError(f"{folder / shard}: tensor {name} is not in {INDEX_FILE}")
+            files[name] = folder / shard
+    for name, shard in weight_map.items():
+        if name not in files:
+            raise ValueError(f"{folder / shard}: tensor {name} is missing")
+    return files
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error

@@ -1,0 +1,75 @@
+"""Which model class runs which checkpoint, and how one is built from a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ddtree.config import ModelConfig, load_draft_config, load_target_config
+from ddtree.kernels.reference import TorchOps
+from ddtree.models.dflash import DFlash
+from ddtree.models.layers import ROPE_MARGIN
+from ddtree.models.llama import Llama
+from ddtree.models.loader import Checkpoint, resolve
+from ddtree.models.qwen3 import Qwen3
+
+__all__ = ["DRAFTERS", "TARGETS", "build_drafter", "build_target", "resolve"]
+
+TARGETS: dict[str, type[Llama]] = {"LlamaForCausalLM": Llama, "Qwen3ForCausalLM": Qwen3}
+DRAFTERS: dict[str, type[DFlash]] = {"DFlashDraftModel": DFlash}
+
+
+def build_target(
+    folder: str | Path,
+    ops: TorchOps,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_positions: int | None = None,
+    progress: bool | None = None,
+) -> Llama:
+    """Build the target in `folder` and load its weights.
+
+    Args:
+        num_positions: positions that the RoPE tables cover; by default the model's own maximum
+            plus a margin for drafts.
+        progress: show a progress bar; None shows it for big checkpoints only.
+
+    Raises:
+        ValueError: the architecture or an option of it is not supported, or the checkpoint is not
+            complete; the message names what is wrong.
+    """
+    config = load_target_config(folder)
+    model = TARGETS[config.architecture](config, ops, device, dtype, num_positions)
+    with Checkpoint(folder, device, dtype, progress=progress) as checkpoint:
+        model.load(checkpoint)
+    return model.eval()
+
+
+def build_drafter(
+    folder: str | Path,
+    target: ModelConfig,
+    ops: TorchOps,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_positions: int | None = None,
+    progress: bool | None = None,
+) -> DFlash:
+    """Build the drafter in `folder` for `target` and load its weights.
+
+    Args:
+        dtype: bfloat16 or float32; DFlash activations leave float16's range.
+        num_positions: positions that the RoPE tables cover; by default as many as the target's.
+        progress: show a progress bar; None shows it for big checkpoints only.
+
+    Raises:
+        ValueError: as `build_target`, or the drafter does not go with the target.
+    """
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype: a drafter runs in bfloat16 or float32, got {dtype}")
+    config = load_draft_config(folder, target)
+    num_positions = num_positions or target.max_position_embeddings + ROPE_MARGIN
+    model = DFlash(config, ops, device, dtype, num_positions)
+    with Checkpoint(folder, device, dtype, strip="model.", progress=progress) as checkpoint:
+        model.load(checkpoint)
+    return model.eval()
