@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddtree.config import SamplingParams
 from ddtree.text.stream import TextStream, Vocab
 
 TOKENIZER_FILES = (
@@ -77,7 +76,7 @@ class Text:
 
     def chat(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Any],
         tools: Sequence[Any] | None = None,
         **chat_template_kwargs: Any,
     ) -> list[int]:
@@ -117,20 +116,22 @@ class Text:
         """Text of `ids`, character for character ("" without a tokenizer)."""
         return "" if self._vocab is None else self._vocab.decode(ids, skip_special_tokens)
 
-    def stream(self, params: SamplingParams) -> TextStream:
+    def stream(
+        self,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+    ) -> TextStream:
         """A new `TextStream` for one request.
 
         Raises:
-            ValueError: stop strings without a tokenizer.
+            ValueError: stop strings without a tokenizer, or an empty one.
         """
-        if params.stop:
+        if stop:
             self._require("stop", "a stop string")
-        return TextStream(
-            self._vocab,
-            params.skip_special_tokens,
-            params.stop,
-            params.include_stop_str_in_output,
-        )
+            if isinstance(stop, str) or "" in stop:
+                raise ValueError(f"stop: expected a list of non-empty strings, got {stop!r}")
+        return TextStream(self._vocab, skip_special_tokens, stop, include_stop_str_in_output)
 
     def _require(self, name: str, what: str) -> None:
         if self.tokenizer is None:
