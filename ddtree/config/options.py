@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 from ddtree.config.sampling import SamplingParams
@@ -29,7 +29,11 @@ def check_options(options: dict[str, Any]) -> None:
     if page_size & (page_size - 1):
         raise ValueError(f"page_size: expected a power of two, got {page_size}")
     fraction = options["memory_fraction"]
-    if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < fraction <= 1:
+    if (
+        isinstance(fraction, bool)
+        or not isinstance(fraction, (int, float))
+        or not 0 < fraction <= 1
+    ):
         raise ValueError(f"memory_fraction: expected a number in (0, 1], got {fraction!r}")
     for name in ("cuda_graphs", "local_files_only"):
         if not isinstance(options[name], bool):
@@ -39,7 +43,7 @@ def check_options(options: dict[str, Any]) -> None:
             raise ValueError(f"{name}: only {only!r} is supported yet, got {options[name]!r}")
 
 
-def check_prompt(name: str, ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:
+def check_prompt(name: str, ids: Sequence[Any], vocab_size: int, max_model_len: int) -> list[int]:
     """Check a prompt's token ids, and return them as plain integers.
 
     Raises:
@@ -50,7 +54,7 @@ def check_prompt(name: str, ids: Sequence[int], vocab_size: int, max_model_len: 
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise ValueError(f"{name}: expected a string or token ids, found {token!r}")
-        if not 0 <= token < vocab_size:
+        if not 0 <= int(token) < vocab_size:
             raise ValueError(f"{name}: token id {token} is outside 0..{vocab_size - 1}")
     if len(ids) >= max_model_len:
         raise ValueError(

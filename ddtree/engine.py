@@ -1,0 +1,363 @@
+"""The public engine: loads a target and its drafter, and turns prompts into outputs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ddtree.config import SamplingParams, load_target_config
+from ddtree.config.options import (
+    Prompt,
+    check_options,
+    check_prompt,
+    check_request,
+    split_params,
+    split_prompts,
+)
+from ddtree.models.registry import build_drafter, build_target, resolve
+from ddtree.runtime.kv_cache import bytes_per_token, default_num_pages
+from ddtree.runtime.loop import Loop
+from ddtree.runtime.pages import pages_for
+from ddtree.runtime.policy import resolve_budget
+from ddtree.runtime.request import FINISHED, Request, RequestOutput
+from ddtree.runtime.runner import Runner, get_ops
+from ddtree.runtime.scheduler import Scheduler, SchedulerConfig
+from ddtree.text import Text
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Delta:
+    """What a stream yields: new text and ids; the last one carries the whole output."""
+
+    text: str
+    token_ids: list[int]
+    output: RequestOutput | None = None
+
+
+class Engine:
+    """Generates text with a target model and a DFlash block drafter.
+
+    The output is the target's own, token for token; the drafter makes it faster. One engine may
+    be shared by threads: their requests run in one batch.
+
+    Args:
+        target: hub id or folder of a Llama or Qwen3 checkpoint (safetensors).
+        draft: hub id or folder of a DFlash drafter made for it; None: plain decoding.
+        dtype: "float32", "bfloat16", "float16" or a torch.dtype; default: the checkpoint's on
+            CUDA, float32 on CPU.
+        device: default: "cuda" where there is one, else "cpu".
+        budget: tree nodes below the root per round; "auto" is 4 on CPU, 63 on GPU; 0 is plain
+            decoding.
+        max_batch_size: requests that run at the same time.
+        max_model_len: most tokens of a request, prompt and output; default: the target's limit.
+        page_size: tokens per KV page, a power of two.
+        num_pages: pages of the KV pools; default: room for `max_batch_size` requests of
+            `max_model_len`, within a quarter of the free memory on CPU and within
+            `memory_fraction` of the device's memory on CUDA.
+        prefill_chunk: prompt tokens per step.
+        kernels: "auto" or "torch".
+        tokenizer: folder, hub id or tokenizer object; default: the target's.
+        revision: branch, tag or commit of the target's hub repository.
+        local_files_only: take hub files from the local cache only.
+
+    Raises:
+        ValueError: an option has an impossible value; the message begins with its name.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        draft: str | None = None,
+        *,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        budget: int | str = "auto",
+        max_batch_size: int = 8,
+        max_model_len: int | None = None,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        memory_fraction: float = 0.9,
+        prefill_chunk: int = 2048,
+        kernels: str = "auto",
+        cuda_graphs: bool = True,
+        coupling: bool = True,
+        verify: str = "match",
+        tokenizer: Any = None,
+        revision: str | None = None,
+        local_files_only: bool = False,
+        process_group: Any = None,
+    ):
+        check_options({k: v for k, v in locals().items() if k != "self"})
+        self._device = _device(device)
+        budget = resolve_budget(budget, self._device.type)
+
+        folder = resolve(target, revision, local_files_only, name="target")
+        self._text = Text.load(folder if tokenizer is None else tokenizer, local_files_only)
+        ops = get_ops(kernels, self._device)
+        config = load_target_config(folder)
+        chosen = _dtype(dtype, self._device, config.torch_dtype)
+        self._target = build_target(folder, ops, self._device, chosen)
+        self._drafter = None
+        if draft is not None:
+            draft_folder = resolve(draft, None, local_files_only, name="draft")
+            safe = torch.bfloat16 if chosen == torch.float16 else chosen
+            self._drafter = build_drafter(draft_folder, config, ops, self._device, safe)
+        self._budget = budget if self._drafter is not None else 0
+        limit = config.max_position_embeddings
+        if max_model_len is not None and max_model_len > limit:
+            raise ValueError(
+                f"max_model_len: the target has {limit} positions, got {max_model_len}"
+            )
+        self.max_model_len = max_model_len or limit
+        block = 1 if self._drafter is None else self._drafter.config.block_size
+        nodes = max(self._budget + 1, block)
+        width = pages_for(self.max_model_len + nodes, page_size)
+        if num_pages is None:
+            token_bytes = sum(
+                bytes_per_token(model.config, model.dtype)
+                for model in (self._target, self._drafter)
+                if model is not None
+            )
+            num_pages = default_num_pages(
+                token_bytes, max_batch_size, width, page_size, memory_fraction, self._device
+            )
+        runner = Runner.build(
+            self._target,
+            self._drafter,
+            ops,
+            max_batch_size=max_batch_size,
+            page_size=page_size,
+            num_pages=num_pages,
+            table_width=width,
+            max_nodes=nodes,
+            num_candidates=max(1, min(self._budget, config.vocab_size)),
+            device=self._device,
+        )
+        scheduler = Scheduler(
+            SchedulerConfig(
+                max_batch_size=max_batch_size,
+                page_size=page_size,
+                num_pages=num_pages,
+                prefill_chunk=prefill_chunk,
+                block_size=block,
+                table_width=width,
+                width_step=max(1, 64 // page_size),
+            )
+        )
+        self._loop = Loop(scheduler, runner)
+        self._lock = threading.RLock()
+        self._count = 0
+        self._closed = False
+
+    # -- generating -------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete one or several prompts, batched; the outputs come in the prompts' order.
+
+        Args:
+            prompts: a string, a flat list of token ids, or a list of those.
+            params: for all prompts, or a list with one for each.
+            progress: show a progress bar.
+
+        Raises:
+            ValueError: a prompt or a parameter cannot be honoured; nothing has run then.
+        """
+        self._check_open()
+        batch, names = split_prompts(prompts)
+        each = split_params(params, len(batch))
+        requests = [self._request(*job) for job in zip(names, batch, each, strict=True)]
+        try:
+            self._submit(requests)
+            with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
+                while left := self._running(requests):
+                    bar.update(len(requests) - left - bar.n)
+                    self._step()
+                bar.update(len(requests) - bar.n)
+        finally:
+            self._cancel(requests)
+        return [request.result() for request in requests]
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        """Yield one prompt's text and ids as they are generated; the last delta has the output.
+
+        Several streams may be open at once: their requests share the batch. Closing a stream
+        early cancels its request.
+
+        Raises:
+            ValueError: as `generate`; at the call, not at the first delta.
+        """
+        self._check_open()
+        batch, _ = split_prompts(prompt)
+        if len(batch) != 1 or (not isinstance(prompt, str) and list(prompt) == batch):
+            raise ValueError("prompt: expected one string or one flat list of token ids")
+        return self._deltas(self._request("prompt", batch[0], split_params(params, 1)[0]))
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tools: Sequence[Any] | None = None,
+        progress: bool = False,
+        **chat_template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the tokenizer's chat template.
+
+        Args:
+            messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists.
+            tools, chat_template_kwargs: passed to the template, e.g. ``enable_thinking=False``.
+
+        Raises:
+            ValueError: as `generate`; or there is no tokenizer or no chat template.
+        """
+        several = bool(messages) and not isinstance(messages[0], dict)
+        conversations: Sequence[Any] = messages if several else [messages]
+        prompts = [self._text.chat(c, tools, **chat_template_kwargs) for c in conversations]
+        return self.generate(prompts, params, progress)
+
+    # -- about the engine -------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The `transformers` tokenizer, or None when the target folder has none."""
+        return self._text.tokenizer
+
+    def describe(self) -> dict[str, Any]:
+        """The engine's settings as they were resolved."""
+        self._check_open()
+        runner, scheduler = self._loop.runner, self._loop.scheduler
+        config = scheduler.config
+        drafter = self._drafter
+        return {
+            "target": self._target.config.architecture,
+            "draft": None if drafter is None else "DFlashDraftModel",
+            "dtype": str(self._target.dtype).removeprefix("torch."),
+            "device": str(self._device),
+            "budget": self._budget,
+            "block_size": config.block_size,
+            "max_batch_size": config.max_batch_size,
+            "max_model_len": self.max_model_len,
+            "page_size": config.page_size,
+            "num_pages": config.num_pages,
+            "free_pages": scheduler.pages.free,
+            "prefill_chunk": config.prefill_chunk,
+            "preemptions": scheduler.preemptions,
+            "kernels": runner.machine.ops.name,
+            "linear": runner.machine.ops.linear_library or "torch",
+        }
+
+    def close(self) -> None:
+        """Cancel what is running and free the models and the KV pools."""
+        with self._lock:
+            if not self._closed:
+                self._loop.reset()
+                self._closed = True
+                del self._loop, self._target, self._drafter
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed; construct a new one")
+
+    def _request(self, name: str, prompt: Prompt, params: SamplingParams) -> Request:
+        """Check one prompt with its parameters and make a request of it; queues nothing."""
+        config = self._target.config
+        ids = self._text.encode(prompt, name) if isinstance(prompt, str) else prompt
+        ids = check_prompt(name, ids, config.vocab_size, self.max_model_len)
+        eos = () if params.ignore_eos else config.eos_token_ids
+        check_request(params, len(eos), config.vocab_size, self._budget, self._drafter is not None)
+        stream = self._text.stream(
+            params.skip_special_tokens, params.stop, params.include_stop_str_in_output
+        )
+        limit = min(len(ids) + params.max_new_tokens, self.max_model_len)
+        with self._lock:
+            self._count += 1
+            request = Request(self._count, ids, params, limit, self._budget, eos, stream)
+        self._loop.scheduler.check(request)
+        return request
+
+    def _submit(self, requests: list[Request]) -> None:
+        with self._lock:
+            for request in requests:
+                self._loop.scheduler.add(request)
+
+    def _running(self, requests: list[Request]) -> int:
+        return sum(request.status != FINISHED for request in requests)
+
+    def _step(self) -> None:
+        """One step for everybody; what breaks it ends all requests, but not the engine."""
+        with self._lock:
+            self._check_open()
+            try:
+                self._loop.step()
+            except BaseException:
+                self._loop.reset()
+                raise
+
+    def _cancel(self, requests: list[Request]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._loop.abort(requests)
+
+    def _deltas(self, request: Request) -> Iterator[Delta]:
+        try:
+            self._submit([request])
+            while request.status != FINISHED:
+                text, ids = request.take()
+                if ids:
+                    yield Delta(text, ids)
+                else:
+                    self._step()
+            text, ids = request.take()
+            yield Delta(text, ids, request.result())
+        finally:
+            self._cancel([request])
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f'device: expected "cpu" or "cuda", got {device}')
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {device} was asked for, but there is no CUDA device here")
+    return device
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device, stored: str) -> torch.dtype:
+    if dtype is None:
+        dtype = "float32" if device.type == "cpu" else stored
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in DTYPES.values():
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    return found

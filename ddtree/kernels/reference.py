@@ -1,0 +1,225 @@
+"""Torch implementations of every op: the CPU kernel set, and the oracle of all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+View = tuple[str, int]
+"""How a layer looks at its own block: (``"causal" | "full" | "tree"``, sliding window or 0)."""
+
+NULL_PAGE = 1
+"""Page that is never written: unused key positions read its zeros."""
+PACKED_ROWS_MAX = 64
+"""Query tokens up to which the heads of a group are packed into one row tile."""
+
+
+@dataclass
+class PackedLinear:
+    """A weight `[O, I]` in a CPU library's blocked layout.
+
+    With it every row of the product is computed alike whatever the number of rows, so that a
+    token's logits do not depend on how many other tokens are verified beside it. `F.linear`
+    changes its summation with the number of rows.
+    """
+
+    data: Tensor
+    shape: tuple[int, int]
+    library: str
+    origin: Tensor
+
+
+@dataclass
+class AttentionPlan:
+    """What all layers of one forward share: where the keys lie, and who may see them."""
+
+    index: Tensor
+    """[B * S] int64 slot of every key position; unused positions read the null page."""
+    masks: dict[View, Tensor]
+    """[B, T, S] bool per view: True where the query may see the key."""
+    packed: dict[tuple[View, int], Tensor] = field(default_factory=dict)
+    """[B, 1, T * G, S] float masks, made by the first layer that needs them."""
+
+
+def _packed_library(device: torch.device) -> str:
+    """Name the CPU library whose prepacked linear works here, or "" for plain `F.linear`."""
+    if device.type != "cpu":
+        return ""
+    weight = torch.arange(12, dtype=torch.float32).view(3, 4)
+    for library in ("mkl", "mkldnn"):
+        try:
+            packed = _pack(weight, library)
+            if torch.equal(_linear_packed(weight, packed), weight @ weight.T):
+                return library
+        except (RuntimeError, AttributeError):
+            continue
+    return ""
+
+
+def _pack(weight: Tensor, library: str) -> PackedLinear:
+    if library == "mkl":
+        data = torch.ops.mkl._mkl_reorder_linear_weight(weight, 16)
+    else:
+        data = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    origin = weight.new_zeros(1).expand(weight.shape)
+    return PackedLinear(data, (weight.shape[0], weight.shape[1]), library, origin)
+
+
+def _linear_packed(x: Tensor, packed: PackedLinear) -> Tensor:
+    if packed.library == "mkl":
+        rows = x.numel() // packed.shape[1]
+        return torch.ops.mkl._mkl_linear(x, packed.data, packed.origin, None, rows)
+    return torch.ops.mkldnn._linear_pointwise(x, packed.data, None, "none", [], "")
+
+
+class TorchOps:
+    """The ops in plain torch. Shapes: `B` rows, `T` tokens, `D` head size, `S` key positions."""
+
+    name = "torch"
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.linear_library = _packed_library(device)
+
+    # -- dense ------------------------------------------------------------------------------
+
+    def pack_linear(self, weight: Tensor) -> Tensor | PackedLinear:
+        """Prepack a weight `[O, I]` for `linear`; float32 on CPU only, elsewhere as it is."""
+        if not self.linear_library or weight.dtype != torch.float32 or weight.device.type != "cpu":
+            return weight
+        return _pack(weight.contiguous(), self.linear_library)
+
+    def linear(self, x: Tensor, weight: Tensor | PackedLinear) -> Tensor:
+        """`x [..., I]` times the transposed weight -> `[..., O]`."""
+        if isinstance(weight, PackedLinear):
+            return _linear_packed(x, weight)
+        return F.linear(x, weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension, computed in float32, scaled in the input's dtype."""
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU's gate: `[..., 2I]` (gate, then up) -> `[..., I]`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate `x [B, T, h, D]` by `cos, sin [B, T, D]` (halves layout, float32 tables)."""
+        low, high = x.float().chunk(2, dim=-1)
+        turned = torch.cat((-high, low), dim=-1)
+        return torch.addcmul(x * cos[:, :, None], turned, sin[:, :, None]).to(x.dtype)
+
+    # -- attention over pages -----------------------------------------------------------------
+
+    def plan_attention(
+        self,
+        block_table: Tensor,
+        prefix_len: Tensor,
+        num_tokens: int,
+        page_size: int,
+        views: tuple[View, ...],
+        words: Tensor | None = None,
+    ) -> AttentionPlan:
+        """Prepare one forward of `num_tokens` = T tokens per row, for all its layers.
+
+        Args:
+            block_table: [B, P] integer pages; S = P * page_size key positions are looked at.
+            prefix_len: [B] int64 number of committed keys; token t's own key is at prefix + t.
+            views: the distinct views that the layers use.
+            words: [B, T, W] int64 ancestor-or-self bits, for the "tree" views.
+        """
+        batch, pages = block_table.shape
+        keys = pages * page_size
+        device = block_table.device
+        position = torch.arange(keys, device=device)
+        in_page = torch.arange(page_size, device=device)
+        slot = (block_table.long()[:, :, None] * page_size + in_page).view(batch, keys)
+        own = position - prefix_len[:, None]
+        slot = torch.where(own < num_tokens, slot, NULL_PAGE * page_size)
+        query = torch.arange(num_tokens, device=device)[:, None]
+        masks = {}
+        for kind, window in views:
+            if kind == "causal":
+                mask = own[:, None] <= query
+            elif kind == "full":
+                mask = (own < num_tokens)[:, None].expand(batch, num_tokens, keys)
+            else:
+                assert kind == "tree" and words is not None and not window
+                mask = _tree_mask(own, words)
+            if window:
+                mask = mask & (own[:, None] > query - window)
+            masks[kind, window] = mask
+        return AttentionPlan(slot.view(-1), masks)
+
+    def attention(
+        self, q: Tensor, kv_layer: Tensor, plan: AttentionPlan, view: View, scale: float
+    ) -> Tensor:
+        """Attend from `q [B, T, Hq, D]` to the paged keys of `kv_layer [2, slots, Hkv, D]`."""
+        batch, tokens, heads, dim = q.shape
+        mask = plan.masks[view]
+        kv_heads = kv_layer.shape[2]
+        group = heads // kv_heads
+        shape = (batch, mask.shape[2], kv_heads, dim)
+        k = kv_layer[0].index_select(0, plan.index).view(shape).transpose(1, 2)
+        v = kv_layer[1].index_select(0, plan.index).view(shape).transpose(1, 2)
+        if tokens > PACKED_ROWS_MAX:
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k, v, mask[:, None], scale=scale, enable_gqa=group > 1
+            )
+            return out.transpose(1, 2)
+        bias = plan.packed.get((view, group))
+        if bias is None:
+            bias = torch.zeros((), dtype=q.dtype, device=q.device)
+            bias = torch.where(mask, bias, float("-inf"))[:, :, None]
+            bias = bias.expand(-1, -1, group, -1).reshape(batch, 1, tokens * group, -1)
+            plan.packed[view, group] = bias
+        rows = q.view(batch, tokens, kv_heads, group, dim).transpose(1, 2)
+        rows = rows.reshape(batch, kv_heads, tokens * group, dim)
+        out = F.scaled_dot_product_attention(rows, k, v, bias, scale=scale)
+        out = out.view(batch, kv_heads, tokens, group, dim).transpose(1, 2)
+        return out.reshape(batch, tokens, heads, dim)
+
+    # -- KV pages -----------------------------------------------------------------------------
+
+    def write_kv(self, kv_layer: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store `k, v [B, T, Hkv, D]` at `slots [B, T]` of `kv_layer [2, slots, Hkv, D]`."""
+        flat = slots.reshape(-1)
+        kv_layer[0].index_copy_(0, flat, k.reshape(-1, *k.shape[2:]))
+        kv_layer[1].index_copy_(0, flat, v.reshape(-1, *v.shape[2:]))
+
+    def move_kv(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy rows `source [n]` to `target [n]` in `kv [layers, 2, slots, Hkv, D]`.
+
+        All rows are loaded before any is stored, so source and target may overlap.
+        """
+        kv.index_copy_(2, target, kv.index_select(2, source))
+
+    # -- vocabulary ---------------------------------------------------------------------------
+
+    def top_candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` most likely tokens per row of `logits [..., V]`.
+
+        Returns ids `[..., K]` int64 and log-probabilities `[..., K]` float32, descending.
+        """
+        values, ids = logits.float().topk(count, dim=-1)
+        return ids, values - logits.float().logsumexp(-1, keepdim=True)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Most likely token per row of `logits [..., V]` -> `[...]` int64, lowest id on a tie."""
+        return logits.argmax(dim=-1)
+
+
+def _tree_mask(own: Tensor, words: Tensor) -> Tensor:
+    """Dense `[B, T, S]` mask: the prefix, and the ancestors-or-self named by the bit words."""
+    batch, tokens, _ = words.shape
+    node = torch.arange(tokens, device=words.device)
+    bits = (words[:, :, node >> 6] >> (node & 63)) & 1
+    inside = own.clamp(0, tokens - 1)[:, None].expand(batch, tokens, own.shape[1])
+    tree = bits.gather(2, inside).bool() & (own < tokens)[:, None]
+    return tree | (own < 0)[:, None]

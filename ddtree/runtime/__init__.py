@@ -1,0 +1,1 @@
+"""The engine room: scheduling on the host, and the decode round on the device."""
