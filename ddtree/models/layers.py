@@ -36,7 +36,7 @@ class Linear(nn.Module):
     def load(self, checkpoint: Checkpoint, prefix: str = "") -> None:
         """Read and pack the weights named `prefix + part`; the unpacked copy is freed."""
         weights = {f"{prefix}{part}.weight": rows for part, rows in self.parts.items()}
-        self.weight = self.ops.pack_linear(checkpoint.stack(weights, self.in_features))
+        self.weight = checkpoint.pack(weights, self.in_features)
         if self.has_bias:
             biases = {f"{prefix}{part}.bias": rows for part, rows in self.parts.items()}
             self.bias = checkpoint.stack(biases)

@@ -7,11 +7,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
+
+from ddtree.kernels.reference import TorchOps
 
 ALLOWED_FILES = (
     "*.json",
@@ -30,6 +33,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOATS = {"F64", "F32", "F16", "BF16"}
+SCRATCH_BYTES = 32 * 2**20
+"""Weights below this size that are to be packed are read into one buffer: see `Checkpoint.pack`."""
 
 
 def resolve(
@@ -51,7 +56,7 @@ def resolve(
     if not isinstance(path_or_id, (str, Path)):
         raise ValueError(f"{name}: expected a folder or a hub id, got {path_or_id!r}")
     folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
+    if str(path_or_id) and folder.is_dir():
         return folder
     hub_id = str(path_or_id)
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", hub_id):
@@ -93,13 +98,14 @@ class Checkpoint:
     def __init__(
         self,
         folder: str | Path,
+        ops: TorchOps,
         device: torch.device,
         dtype: torch.dtype,
         strip: str = "",
         progress: bool | None = None,
     ):
         self.folder = Path(folder)
-        self.device, self.dtype = device, dtype
+        self.ops, self.device, self.dtype = ops, device, dtype
         self._files: dict[str, tuple[Path, str]] = {}
         for stored, path in _tensor_files(self.folder).items():
             name = stored.removeprefix(strip)
@@ -107,6 +113,9 @@ class Checkpoint:
                 raise ValueError(f"{path}: tensor {name} is there with and without {strip!r}")
             self._files[name] = path, stored
         self._unread = set(self._files)
+        probe = torch.empty(1, 1, dtype=dtype, device=device)
+        self._packing_copies = ops.pack_linear(probe) is not probe
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
         size = sum(path.stat().st_size for path in {path for path, _ in self._files.values()})
         show = size >= PROGRESS_BYTES if progress is None else progress
         self._bar = tqdm(
@@ -146,17 +155,33 @@ class Checkpoint:
         self._fill(out, name)
         return out
 
-    def stack(self, rows: Mapping[str, int], in_features: int | None = None) -> Tensor:
+    def stack(self, rows: Mapping[str, int]) -> Tensor:
         """Read several tensors, name -> rows, one below the other.
 
         Returns:
-            [sum of rows, in_features], or [sum of rows] for biases (`in_features` None).
+            [sum of rows].
         """
-        inner = () if in_features is None else (in_features,)
-        out = torch.empty((sum(rows.values()), *inner), dtype=self.dtype, device=self.device)
-        for part, name in zip(out.split(list(rows.values())), rows, strict=True):
-            self._fill(part, name)
+        out = torch.empty(sum(rows.values()), dtype=self.dtype, device=self.device)
+        self._fill_parts(out, rows)
         return out
+
+    def pack(self, rows: Mapping[str, int], in_features: int) -> Any:
+        """Read several weights `[rows, in_features]`, stack them, and pack them for `ops.linear`.
+
+        Where packing copies, the unpacked weights go through one buffer: memory taken and freed
+        between the packed ones would stay with the process as holes, a third of the weights with
+        glibc. (Larger blocks than the buffer are given back to the system.)
+        """
+        shape = (sum(rows.values()), in_features)
+        size = shape[0] * shape[1]
+        if self._packing_copies and size * self.dtype.itemsize < SCRATCH_BYTES:
+            if size > len(self._scratch):
+                self._scratch = torch.empty(size, dtype=self.dtype, device=self.device)
+            out = self._scratch[:size].view(shape)
+        else:
+            out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._fill_parts(out, rows)
+        return self.ops.pack_linear(out)
 
     def ignore(self, name: str, shape: tuple[int, ...] | None = None) -> None:
         """Count tensor `name` as read if it is there; `shape` is checked where given."""
@@ -164,6 +189,10 @@ class Checkpoint:
             if shape is not None:
                 self._check(name, shape)
             self._mark(name)
+
+    def _fill_parts(self, out: Tensor, rows: Mapping[str, int]) -> None:
+        for part, name in zip(out.split(list(rows.values())), rows, strict=True):
+            self._fill(part, name)
 
     def _fill(self, out: Tensor, name: str) -> None:
         self._check(name, tuple(out.shape))

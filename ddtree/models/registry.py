@@ -41,7 +41,7 @@ def build_target(
     """
     config = load_target_config(folder)
     model = TARGETS[config.architecture](config, ops, device, dtype, num_positions)
-    with Checkpoint(folder, device, dtype, progress=progress) as checkpoint:
+    with Checkpoint(folder, ops, device, dtype, progress=progress) as checkpoint:
         model.load(checkpoint)
     return model.eval()
 
@@ -70,6 +70,6 @@ def build_drafter(
     config = load_draft_config(folder, target)
     num_positions = num_positions or target.max_position_embeddings + ROPE_MARGIN
     model = DFlash(config, ops, device, dtype, num_positions)
-    with Checkpoint(folder, device, dtype, strip="model.", progress=progress) as checkpoint:
+    with Checkpoint(folder, ops, device, dtype, strip="model.", progress=progress) as checkpoint:
         model.load(checkpoint)
     return model.eval()
