@@ -1,0 +1,1 @@
+"""Train a DFlash drafter for any target ddtree runs: corpus, features, train, evaluate."""

@@ -1,0 +1,118 @@
+"""The command line: `python -m examples.train_drafter {corpus,features,train,evaluate} ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from .train import TrainOptions
+
+WORK = Path("~/.cache/ddtree/train")
+HELP = {
+    "steps": "end after so many steps (0: no such limit)",
+    "minutes": "end after so many minutes of training, all resumes together (0: no limit)",
+    "batch": "sequences per process and step",
+    "anchors": "random blocks per sequence",
+    "lr": "highest learning rate",
+    "warmup": "steps in which the learning rate rises",
+    "decay": "last share of the run in which the learning rate falls to zero",
+    "clip": "largest gradient norm",
+    "ema": "decay of the averaged weights, which are the ones that are kept",
+    "gamma": "the loss weight of depth d is exp(-(d - 1) / gamma)",
+    "distill": "share of the distillation loss at greedy sequences (0: labels only)",
+    "negatives": "random tokens of the sampled head",
+    "common": "most frequent tokens that are always in the sampled head",
+    "reach": "context windows of the first stages, such as 4 8 32; then everything",
+    "reach_share": "share of the run in which those stages pass",
+    "save_seconds": "time between checkpoints",
+    "eval_seconds": "time between proxy evaluations",
+    "eval_items": "held-out sequences of a proxy evaluation",
+    "eval_tokens": "answer tokens of each of them",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of all commands."""
+    top = argparse.ArgumentParser(
+        prog="python -m examples.train_drafter", description="Train a DFlash drafter for a target."
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+
+    def command(name: str, about: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        sub.add_argument("--target", required=True, help="the target: a folder or a hub id")
+        sub.add_argument("--work", type=Path, default=WORK, help="where everything is kept")
+        sub.add_argument("--threads", type=int, default=1, help="CPU threads of a process")
+        return sub
+
+    corpus = command("corpus", "let the target answer prompts; or import a corpus file")
+    corpus.add_argument("--name", default="corpus", help="name of the new shards")
+    corpus.add_argument("--prompts", type=Path, help="a file with one prompt per line")
+    corpus.add_argument("--compose", type=int, default=0, help="prompts of templates and topics")
+    corpus.add_argument("--self-instruct", type=int, default=0, help="prompts by the target itself")
+    corpus.add_argument("--import-file", type=Path, help="an .npz corpus to cut into shards")
+    corpus.add_argument("--max-new-tokens", type=int, default=256)
+    corpus.add_argument("--shard-prompts", type=int, default=64)
+    corpus.add_argument("--batch-size", type=int, default=32, help="answers at the same time")
+    corpus.add_argument("--minutes", type=float, default=0.0, help="stop after so long (0: never)")
+    corpus.add_argument("--seed", type=int, default=0)
+
+    features = command("features", "compute the target's features of every shard that has none")
+    _layout_options(features)
+
+    train = command("train", "train a drafter, or go on with a run")
+    _layout_options(train)
+    train.add_argument("--run", default="default", help="name of the run")
+    train.add_argument("--processes", type=int, default=1)
+    for item in fields(TrainOptions):
+        flag = "--" + item.name.replace("_", "-")
+        if item.name == "reach":
+            train.add_argument(flag, type=int, nargs="*", default=[], help=HELP["reach"])
+        else:
+            kind = type(item.default)
+            train.add_argument(
+                flag, type=kind, default=item.default, help=HELP.get(item.name, item.name)
+            )
+
+    evaluate = command("evaluate", "measure tokens per round with the engine; write the model card")
+    evaluate.add_argument("--draft", type=Path, help="a drafter folder; default: the run's best")
+    evaluate.add_argument("--run", default="default", help="the run that it comes from")
+    evaluate.add_argument(
+        "--prompts", type=Path, default=Path(__file__).with_name("prompts_eval.txt")
+    )
+    evaluate.add_argument("--max-new-tokens", type=int, default=128)
+    evaluate.add_argument("--batch-size", type=int, default=8)
+    evaluate.add_argument("--limit", type=int, default=0, help="only so many prompts (0: all)")
+    evaluate.add_argument("--seed", type=int, default=0)
+    evaluate.add_argument("--name", default="", help="title of the model card")
+    return top
+
+
+def _layout_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--init", default="", help='a drafter folder, or "target" (its last layers)')
+    sub.add_argument("--layers", type=int, default=2)
+    sub.add_argument("--block-size", type=int, default=6, help="the anchor counts")
+    sub.add_argument("--taps", type=int, nargs="*", help="tapped target layers; default: 5, spread")
+    sub.add_argument("--mask-token", type=int, help="default: the last id of the vocabulary")
+    sub.add_argument("--intermediate-size", type=int, help="default: the target's")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; a mistake in the arguments or the data is one line on stderr."""
+    args = parser().parse_args(arguments)
+    from . import commands
+
+    try:
+        getattr(commands, args.command)(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

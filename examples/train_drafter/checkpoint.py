@@ -1,0 +1,55 @@
+"""Training state on disk: written atomically, kept in two generations, survives kill -9."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NAMES = ("last.pt", "previous.pt")
+
+
+def lock(folder: Path) -> Any:
+    """Claim a run folder for this process, until it ends or the returned file is closed.
+
+    Raises:
+        ValueError: another process is training there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "w")  # noqa: SIM115 - held open on purpose
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ValueError(f"run: {folder} is being trained by another process") from error
+    return file
+
+
+def save_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write `state` as the newest generation; the one before stays until the new one is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / ".new.pt"
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    newest, older = (folder / name for name in NAMES)
+    if newest.exists():
+        os.replace(newest, older)
+    os.replace(temporary, newest)
+
+
+def load_state(folder: Path, warn=print) -> dict[str, Any] | None:
+    """The newest readable generation, or None where there is none."""
+    for name in NAMES:
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged zip shows as any of a dozen types
+            warn(f"skipped: checkpoint {path} is damaged: {error}")
+    return None

@@ -1,0 +1,169 @@
+"""The four commands, from parsed arguments to the stages that do the work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from ddtree.config import load_draft_config, load_target_config
+from ddtree.kernels import get_ops
+from ddtree.models.registry import build_target, resolve
+
+from .data import import_corpus, readable_shards
+from .features import add_features
+from .layout import new_config
+from .prompts import compose, overlap, read_prompts
+from .run import RunOptions, prepare, start
+from .target import load_target_weights
+from .train import TrainOptions
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(text, flush=True)
+
+
+def _folders(args: argparse.Namespace) -> tuple[Path, Path]:
+    """Work folder and target folder; sets the thread count on the way."""
+    torch.set_num_threads(args.threads)
+    return args.work.expanduser(), Path(resolve(str(Path(args.target).expanduser()), name="target"))
+
+
+def _config(args: argparse.Namespace, target: Path) -> tuple[dict, str]:
+    """The drafter's config.json and where its weights start: a folder, "target" or ""."""
+    if args.init in ("", "target"):
+        config = new_config(
+            target, args.layers, args.block_size, args.taps, args.mask_token, args.intermediate_size
+        )
+        return config, args.init
+    folder = Path(args.init).expanduser().resolve()
+    load_draft_config(folder, load_target_config(target))
+    return json.loads((folder / "config.json").read_text()), str(folder)
+
+
+def corpus(args: argparse.Namespace) -> None:
+    """Generate or import; the shards lie in `WORK/corpus`."""
+    work, target = _folders(args)
+    if args.import_file:
+        say(f"imported: {dict(import_corpus(args.import_file.expanduser(), work))}")
+        return
+    from ddtree import Engine
+
+    from .generate import CorpusOptions, make_corpus
+
+    prompts = read_prompts(args.prompts.expanduser()) if args.prompts else []
+    prompts += compose(args.compose, args.seed)
+    if not prompts and not args.self_instruct:
+        raise ValueError("corpus: give --prompts, --compose or --self-instruct (or --import-file)")
+    options = CorpusOptions(
+        args.name,
+        args.max_new_tokens,
+        args.shard_prompts,
+        args.seed,
+        args.minutes,
+        args.self_instruct,
+    )
+    with Engine(str(target), max_batch_size=args.batch_size, max_model_len=1024) as engine:
+        say(f"corpus: {make_corpus(engine, prompts, work, options, say)}")
+
+
+def features(args: argparse.Namespace) -> None:
+    """Compute missing features with the engine's target model, into `WORK/features`."""
+    work, target = _folders(args)
+    config, _ = _config(args, target)
+    taps = tuple(config["dflash_config"]["target_layer_ids"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build_target(target, get_ops("torch", device), device, dtype, progress=False)
+    made = add_features(work, model, taps, load_target_weights(target).fingerprint, say)
+    say(f"features: {made} shards made")
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train in `WORK/runs/RUN`; the same command again goes on where it stopped."""
+    work, target = _folders(args)
+    values = {item.name: getattr(args, item.name) for item in fields(TrainOptions)}
+    values["reach"] = tuple(values["reach"])
+    options = TrainOptions(**values)
+    if not options.steps and not options.minutes:
+        raise ValueError("train: give --steps or --minutes, so that the run has an end")
+    config, init = _config(args, target)
+    prepare(work / "runs" / args.run, target, config, options, {"init": init})
+    start(RunOptions(work, args.run, target, args.processes, args.threads), options)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Measure a drafter and write `evaluation.json` and `README.md` beside its weights."""
+    from ddtree import Engine
+
+    from .evaluate import BUDGETS, measure, write_report
+    from .generate import chat_ids
+
+    work, target = _folders(args)
+    run = work / "runs" / args.run
+    draft = args.draft.expanduser() if args.draft else run / "best"
+    prompts = read_prompts(args.prompts.expanduser())
+    prompts = prompts[: args.limit] if args.limit else prompts
+    began = time.monotonic()
+    with Engine(
+        str(target),
+        str(draft),
+        budget=max(BUDGETS),
+        max_batch_size=args.batch_size,
+        max_model_len=1024,
+    ) as engine:
+        closest = max(overlap(p, _user_turns(engine.tokenizer, work)) for p in prompts)
+        ids = [chat_ids(engine, prompt) for prompt in prompts]
+        report = measure(engine, ids, args.max_new_tokens, args.seed)
+    report |= {
+        "prompts": len(prompts),
+        "max_new_tokens": args.max_new_tokens,
+        "closest_training_prompt": [round(closest[0], 3), closest[1][:200]],
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    config = json.loads((draft / "config.json").read_text())
+    write_report(draft, target.name, {"config": config, "recipe": _recipe(run)}, report, args.name)
+    say(json.dumps(report, indent=1))
+
+
+def _user_turns(tokenizer, work: Path) -> list[str]:
+    """The prompts of the training corpus, decoded; what all of them begin with is cut off."""
+    prompts = [s.prompt for _, sequences in readable_shards(work, say) for s in sequences]
+    texts = [tokenizer.decode(p, skip_special_tokens=True) for p in prompts]
+    if not texts:
+        return []
+    shortest, longest = min(texts), max(texts)
+    same = 0
+    while same < min(len(shortest), len(longest)) and shortest[same] == longest[same]:
+        same += 1
+    return [text[same:].removesuffix("assistant\n").strip() for text in texts]
+
+
+def _recipe(run: Path) -> dict[str, str]:
+    """What the model card says about how the drafter came to be."""
+    try:
+        about = json.loads((run / "run.json").read_text())
+        result = json.loads((run / "result.json").read_text())
+    except (OSError, ValueError):
+        return {"training": "not known: the run's folder is not there"}
+    options = about["options"]
+    init = {"": "random weights", "target": "the target's last layers"}.get(
+        about["init"], f"the weights of {Path(about['init']).name}"
+    )
+    return {
+        "data": f"{result['answer_tokens']} answer tokens of {result['sequences']} answers that "
+        "the target gave itself (loops cut, duplicates dropped, prompts for evaluation held out)",
+        "started from": init,
+        "training": f"{result['step']} steps of {options['batch']} sequences x "
+        f"{options['anchors']} blocks on {result['processes']} process(es), "
+        f"{result['seconds'] / 60:.0f} minutes, {result['epoch']:.1f} epochs",
+        "loss": f"cross-entropy and distillation (share {options['distill']}) over a sampled head, "
+        f"depth weights exp(-(d - 1) / {options['gamma']})",
+        "optimiser": f"AdamW, learning rate {options['lr']}, averaged weights",
+        "held-out proxy": f"{result['chain']:.3f} tokens per round, greedy chain",
+    }

@@ -1,0 +1,160 @@
+"""The target's features on disk: one memory-mapped file per corpus shard, checked when opened.
+
+`NAME.bin` holds bfloat16 rows, one per corpus token: the M taps side by side, then the target's
+final hidden state (after its norm; what its head sees). `NAME.json` says what they were made from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddtree.models.llama import Llama
+from ddtree.runtime.pages import RESERVED_PAGES as RESERVED
+from ddtree.state import StepState
+
+from .data import read_shard, shard_paths
+
+
+def write_features(path: Path, rows: Tensor, taps: tuple[int, ...], fingerprint: int) -> None:
+    """Write bfloat16 `rows` `[T, (M + 1) * H]` and their description, both atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = rows.contiguous().view(torch.int16).numpy().tobytes()
+    about = {
+        "rows": rows.shape[0],
+        "width": rows.shape[1],
+        "taps": list(taps),
+        "hidden_size": rows.shape[1] // (len(taps) + 1),
+        "target": fingerprint,
+        "crc32": zlib.crc32(raw),
+    }
+    for file, content in ((path, raw), (path.with_suffix(".json"), json.dumps(about).encode())):
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        temporary.write_bytes(content)
+        os.replace(temporary, file)
+
+
+def open_features(path: Path, taps: tuple[int, ...], fingerprint: int) -> Tensor:
+    """Map a feature file: bfloat16 `[T, (M + 1) * H]`; writes never reach the disk.
+
+    Raises:
+        ValueError: the file is damaged, or belongs to another target or other taps; it is named.
+    """
+    try:
+        about = json.loads(path.with_suffix(".json").read_text())
+        raw = np.memmap(path, dtype=np.int16, mode="c")
+        rows, width, crc = about["rows"], about["width"], about["crc32"]
+        made_from = (about["target"], tuple(about["taps"]))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"feature shard {path} is damaged: {error}") from error
+    if made_from != (fingerprint, tuple(taps)):
+        raise ValueError(f"feature shard {path} was made by another target or with other taps")
+    if raw.size != rows * width or zlib.crc32(raw) != crc:
+        raise ValueError(f"feature shard {path} is damaged: size or checksum is wrong")
+    return torch.from_numpy(raw).view(torch.bfloat16).view(rows, width)
+
+
+@torch.inference_mode()
+def compute_features(
+    target: Llama, sequences: list[np.ndarray], taps: tuple[int, ...], rows: int = 1500
+) -> Tensor:
+    """Features of whole sequences, one forward of the engine's own target model per batch.
+
+    Args:
+        sequences: token ids, each `[n]`; the result's rows are in their order, end to end.
+        rows: most tokens of a batch, padding included; more would only leave the CPU's caches.
+
+    Returns:
+        bfloat16 `[sum of n, (M + 1) * H]`.
+    """
+    lengths = [len(tokens) for tokens in sequences]
+    bounds = np.cumsum([0, *lengths])
+    out = torch.empty(
+        int(bounds[-1]), (len(taps) + 1) * target.config.hidden_size, dtype=torch.bfloat16
+    )
+    order = sorted(range(len(sequences)), key=lambda i: lengths[i])
+    while order:
+        length = lengths[order[-1]]
+        picked = [order.pop() for _ in range(min(len(order), max(1, rows // length)))]
+        tokens = torch.zeros(len(picked), length, dtype=torch.int64)
+        for row, i in enumerate(picked):
+            tokens[row, : lengths[i]] = torch.from_numpy(np.asarray(sequences[i], np.int64))
+        hidden, tapped = target(tokens.to(target.device), *_throwaway_state(target, tokens), taps)
+        both = torch.cat((tapped, hidden), dim=-1).to("cpu", torch.bfloat16)
+        for row, i in enumerate(picked):
+            out[bounds[i] : bounds[i + 1]] = both[row, : lengths[i]]
+    return out
+
+
+def _throwaway_state(target: Llama, tokens: Tensor, page: int = 16) -> tuple[StepState, Tensor]:
+    """Positions, slots and a KV pool for one forward that starts at position 0.
+
+    Nothing is kept of the K/V, so all layers share the memory of one.
+    """
+    config, device = target.config, target.device
+    batch, length = tokens.shape
+    width = -(-length // page)
+    table = (RESERVED + torch.arange(batch * width, device=device)).view(batch, width)
+    positions = torch.arange(length, device=device).expand(batch, length)
+    slots = table.gather(1, positions // page) * page + positions % page
+    start = torch.zeros(batch, dtype=torch.int64, device=device)
+    plan = target.ops.plan_attention(table, start, length, page, target.views("causal"))
+    pool = torch.zeros(
+        (2, (RESERVED + batch * width) * page, config.num_kv_heads, config.head_dim),
+        dtype=target.dtype,
+        device=device,
+    )
+    return StepState(positions, slots, plan), pool.expand(config.num_layers, *pool.shape)
+
+
+def add_features(
+    work: Path,
+    target: Llama,
+    taps: tuple[int, ...],
+    fingerprint: int,
+    say: Callable[[str], object] = print,
+) -> int:
+    """Compute the features of every corpus shard that has none yet; returns how many it made.
+
+    One shard at a time, each written atomically: a killed job loses the shard it was at.
+    """
+    made = 0
+    paths = shard_paths(work)
+    left = [path for path in paths if not _fits(work, path, taps, fingerprint)]
+    for number, path in enumerate(left):
+        try:
+            sequences = [sequence.tokens for sequence in read_shard(path)]
+        except ValueError as error:
+            say(f"skipped: {error}")
+            continue
+        began = time.monotonic()
+        rows = compute_features(target, sequences, taps)
+        write_features(work / "features" / f"{path.stem}.bin", rows, taps, fingerprint)
+        made += 1
+        seconds = time.monotonic() - began
+        say(
+            f"features {path.stem}: {len(rows)} tokens, {len(rows) / seconds:.0f} tok/s, about "
+            f"{seconds * (len(left) - number - 1) / 60:.0f} min left"
+        )
+    return made
+
+
+def _fits(work: Path, path: Path, taps: tuple[int, ...], fingerprint: int) -> bool:
+    file = work / "features" / f"{path.stem}.bin"
+    try:
+        about = json.loads(file.with_suffix(".json").read_text())
+        return (
+            about["target"] == fingerprint
+            and about["taps"] == list(taps)
+            and file.stat().st_size == 2 * about["rows"] * about["width"]
+        )
+    except (OSError, ValueError, KeyError):
+        return False

@@ -1,0 +1,348 @@
+"""The training loop: data-parallel over processes, resumable at any moment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .batches import Batch, Store, epoch_plan, make_batch, random_anchors, token_counts
+from .checkpoint import load_state, save_state
+from .curves import Curves
+from .drafter import TrainableDrafter
+from .layout import save_drafter
+from .loss import SampledHead, block_loss
+from .proxy import proxy_sums
+from .target import TargetWeights
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What a run is asked to do; everything but the limits is fixed for the life of a run."""
+
+    steps: int = 0  # end after so many steps; 0 = no such limit
+    minutes: float = 0.0  # end after so much training time, all resumes together; 0 = no limit
+    batch: int = 8  # sequences per process and step
+    anchors: int = 64  # blocks per sequence
+    lr: float = 6e-4
+    warmup: int = 50  # steps
+    decay: float = 0.3  # last share of the run in which the learning rate falls to zero
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    ema: float = 0.998
+    gamma: float = 2.5  # loss weight of depth d is exp(-(d - 1) / gamma)
+    distill: float = 0.5  # share of distillation at greedy sequences; sampled ones get only it
+    negatives: int = 1024
+    common: int = 2048
+    reach: tuple[int, ...] = ()  # context windows of the first stages, then everything
+    reach_share: float = 0.4  # share of the run in which the stages pass
+    seed: int = 0
+    save_seconds: float = 45.0
+    eval_seconds: float = 600.0
+    eval_items: int = 40
+    eval_tokens: int = 96
+
+
+@dataclass
+class Progress:
+    """Where a run is: everything of it goes into the checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0  # batches of this epoch's plan that are done
+    shards: list[str] = field(default_factory=list)  # that this epoch's plan is made of
+    eval_shards: list[str] = field(default_factory=list)  # whose held-out part is the yardstick
+    seconds: float = 0.0
+    best: float = 0.0
+
+
+class Trainer:
+    """One process of a run. Rank 0 writes; all ranks hold the same weights."""
+
+    def __init__(
+        self,
+        run: Path,
+        config_json: dict,
+        model: TrainableDrafter,
+        target: TargetWeights,
+        store: Store,
+        options: TrainOptions,
+        say: Callable[[str], object] = print,
+    ) -> None:
+        self.run, self.config_json, self.model, self.target = run, config_json, model, target
+        self.store, self.options = store, options
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.say = say if self.rank == 0 else (lambda text: None)
+        decayed = [p for p in model.parameters() if p.dim() == 2]
+        plain = [p for p in model.parameters() if p.dim() != 2]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": options.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            lr=options.lr,
+            betas=(0.9, 0.98),
+        )
+        self.ema = {name: p.detach().clone() for name, p in model.state_dict().items()}
+        self.progress = Progress()
+        self.curves = Curves(run)
+        self.stop = False  # what all processes have agreed on
+        self._wish = False  # what a signal asked of this one
+        depth = model.config.block_size - 1
+        self.depth_weights = torch.exp(-torch.arange(depth) / options.gamma)
+        self._parameters = decayed + plain
+        self._mean_step = 0.0
+
+    # -- state ------------------------------------------------------------------------------
+
+    def resume(self) -> bool:
+        """Go on from the run's checkpoint, where it has one; says whether it had."""
+        state = load_state(self.run, self.say)
+        if state is None:
+            return False
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.ema = state["ema"]
+        self.progress = Progress(**state["progress"])
+        self.curves.truncate(self.progress.step)
+        self.curves.window = state.get("window", [])
+        return True
+
+    def save(self) -> None:
+        if self.rank == 0:
+            state: dict[str, Any] = {
+                "model": self.model.state_dict(),
+                "ema": self.ema,
+                "optimizer": self.optimizer.state_dict(),
+                "progress": asdict(self.progress),
+                "window": self.curves.window,
+                "options": asdict(self.options),
+            }
+            save_state(self.run, state)
+
+    # -- schedule ---------------------------------------------------------------------------
+
+    def share_done(self) -> float:
+        """How much of the run is over, in [0, 1]."""
+        o, p = self.options, self.progress
+        by_steps = p.step / o.steps if o.steps else 0.0
+        by_time = p.seconds / (60 * o.minutes) if o.minutes else 0.0
+        return min(1.0, max(by_steps, by_time))
+
+    def learning_rate(self) -> float:
+        o = self.options
+        warm = min(1.0, (self.progress.step + 1) / max(1, o.warmup))
+        left = (1.0 - self.share_done()) / o.decay if o.decay else 1.0
+        return o.lr * warm * min(1.0, left)
+
+    def reach(self) -> int:
+        """Context window of the current stage; 0 = all of it."""
+        o = self.options
+        if not o.reach:
+            return 0
+        stage = int(self.share_done() / o.reach_share * len(o.reach)) if o.reach_share else 99
+        return o.reach[stage] if stage < len(o.reach) else 0
+
+    # -- one step ---------------------------------------------------------------------------
+
+    def _generator(self, *key: int) -> torch.Generator:
+        seed = self.options.seed
+        for part in key:
+            seed = (seed * 1_000_003 + part + 1) % (2**63 - 25)
+        return torch.Generator().manual_seed(seed)
+
+    def _new_epoch(self) -> None:
+        names = [self.store.refresh()]
+        if self.world > 1:
+            dist.broadcast_object_list(names, src=0)
+        self.progress.shards = names[0]
+
+    def _epoch_items(self) -> tuple[list, list[list[int]]]:
+        self.store.refresh()
+        items = [item for name in self.progress.shards for item in self.store.train.get(name, ())]
+        o, weight = self.options, self.target.head
+        counts = token_counts(items, weight.shape[0])
+        self.head = SampledHead(weight, counts, o.common, o.negatives)
+        generator = self._generator(self.progress.epoch)
+        return items, epoch_plan(items, o.batch * self.world, generator)
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Loss of one batch; gradients reach the drafter only."""
+        with torch.no_grad():
+            embeddings = self.target.embedding[batch.blocks]
+        hidden = self.model(embeddings, batch.features, batch.positions, self.reach())
+        hidden = hidden[:, :, 1:]
+        distill = torch.where(batch.greedy, self.options.distill, min(1, self.options.distill * 2))
+        share = distill[:, None, None].expand(batch.labels.shape)
+        return block_loss(
+            hidden.flatten(0, 2),
+            batch.teacher.flatten(0, 2) if self.options.distill else None,
+            batch.labels.flatten(),
+            batch.weights.flatten(),
+            share.flatten(),
+            self.head,
+            generator,
+        )
+
+    def step(self, batch: Batch, generator: torch.Generator) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(batch, generator)
+        loss.backward()
+        value = loss.item()
+        value = self._average_gradients(value)
+        torch.nn.utils.clip_grad_norm_(self._parameters, self.options.clip)
+        self.optimizer.step()
+        decay = min(self.options.ema, (1 + self.progress.step) / (10 + self.progress.step))
+        with torch.no_grad():
+            for name, tensor in self.model.state_dict().items():
+                self.ema[name].lerp_(tensor, 1 - decay)
+        return value
+
+    def _average_gradients(self, loss: float) -> float:
+        """Mean over the processes, in one buffer that carries the loss and the wish to stop too."""
+        if self.world == 1:
+            self.stop = self._wish
+            return loss
+        extra = torch.tensor([loss, float(self._wish), self.progress.seconds])
+        flat = torch.cat([p.grad.flatten() for p in self._parameters] + [extra])
+        dist.all_reduce(flat)
+        flat /= self.world
+        offset = 0
+        for p in self._parameters:
+            p.grad.copy_(flat[offset : offset + p.numel()].view(p.shape))
+            offset += p.numel()
+        self.stop = bool(flat[-2] > 0)
+        self.progress.seconds = float(flat[-1])
+        return float(flat[-3])
+
+    # -- the run ----------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train until the limits of the options, SIGTERM or SIGINT; then save and return.
+
+        Raises:
+            ValueError: there is no usable data.
+        """
+        before = {
+            number: signal.signal(number, lambda *_: setattr(self, "_wish", True))
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            self._train()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _train(self) -> None:
+        o, p = self.options, self.progress
+        if not self.store.refresh():
+            raise ValueError(f"train: no usable feature shards in {self.store.work / 'features'}")
+        if not p.shards:
+            self._new_epoch()
+        p.eval_shards = p.eval_shards or p.shards
+        saved = evaluated = time.monotonic()
+        if p.step == 0:
+            self.evaluate()
+        while not self.stop and self.share_done() < 1.0:
+            items, plan = self._epoch_items()
+            if not plan:
+                raise ValueError("train: fewer sequences than one batch; lower --batch")
+            while p.position < len(plan) and not self.stop and self.share_done() < 1.0:
+                began = time.monotonic()
+                value = self.step(*self._make(items, plan[p.position]))
+                p.step += 1
+                p.position += 1
+                p.seconds += self._counted(time.monotonic() - began)
+                if self.rank == 0:
+                    self.curves.loss(p.step, p.seconds, value, self.learning_rate())
+                    if time.monotonic() - saved > o.save_seconds:
+                        self.save()
+                        saved = time.monotonic()
+                if self._due(evaluated):
+                    self.evaluate()
+                    evaluated = time.monotonic()
+            if p.position >= len(plan):
+                p.epoch, p.position = p.epoch + 1, 0
+                self._new_epoch()
+        if not self.stop:
+            self.evaluate()
+        self.save()
+
+    def _write_result(self) -> None:
+        """Say in `result.json` what the best weights so far were made from."""
+        p = self.progress
+        items = [item for name in p.shards for item in self.store.train.get(name, ())]
+        per_epoch = max(1, len(items) // (self.options.batch * self.world))
+        result = {
+            "step": p.step,
+            "seconds": round(p.seconds, 1),
+            "epoch": round(p.epoch + p.position / per_epoch, 2),
+            "chain": p.best,
+            "processes": self.world,
+            "sequences": len(items),
+            "answer_tokens": sum(len(item.sequence.answer) for item in items),
+        }
+        temporary = self.run / ".result.json"
+        temporary.write_text(json.dumps(result, indent=1) + "\n")
+        os.replace(temporary, self.run / "result.json")
+
+    def _due(self, evaluated: float) -> bool:
+        due = [time.monotonic() - evaluated > self.options.eval_seconds]
+        if self.world > 1:
+            dist.broadcast_object_list(due, src=0)
+        return due[0]
+
+    def _make(self, items: list, indices: list[int]) -> tuple[Batch, torch.Generator]:
+        o, config = self.options, self.model.config
+        generator = self._generator(self.progress.step, self.rank)
+        mine = [items[i] for i in indices[self.rank :: self.world]]
+        anchors = [random_anchors(item, o.anchors, generator) for item in mine]
+        return (
+            make_batch(mine, anchors, config.block_size, config.mask_token_id, self.depth_weights),
+            generator,
+        )
+
+    def _counted(self, seconds: float) -> float:
+        """Step time, less what a pause of the whole process added to it."""
+        self._mean_step = self._mean_step or seconds
+        counted = min(seconds, 5 * self._mean_step)
+        self._mean_step += 0.05 * (counted - self._mean_step)
+        return counted
+
+    def evaluate(self) -> None:
+        """Proxy acceptance of the averaged weights on held-out sequences; keeps the best."""
+        o, p = self.options, self.progress
+        current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.model.load_state_dict(self.ema)
+        heldout = [item for name in p.eval_shards for item in self.store.heldout.get(name, ())]
+        mine = heldout[: o.eval_items][self.rank :: self.world]
+        sums = proxy_sums(self.model, self.target, mine, o.eval_tokens)
+        self.model.load_state_dict(current)
+        if self.world > 1:
+            dist.all_reduce(sums)
+        if self.rank:
+            return
+        chain, hits = float(sums[0] / sums[1].clamp_min(1)), (sums[3:] / sums[2].clamp_min(1))
+        self.curves.acceptance(p.step, p.seconds, p.epoch, chain, hits.tolist())
+        save_drafter(self.run / "latest", self.config_json, self.ema)
+        if math.isfinite(chain) and chain > p.best:
+            p.best = chain
+            save_drafter(self.run / "best", self.config_json, self.ema)
+            self._write_result()
+        self.say(
+            f"step {p.step}  epoch {p.epoch}  {p.seconds / 60:.1f} min  loss {self.curves.mean:.3f}"
+            f"  chain {chain:.3f}  depth hits " + " ".join(f"{h:.3f}" for h in hits.tolist())
+        )

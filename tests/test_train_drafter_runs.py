@@ -1,0 +1,243 @@
+"""Whole training runs on TINY: resuming after kill -9, several processes, overfitting, corpora."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import fixtures
+import numpy as np
+import pytest
+import torch
+from train_drafter import checkpoint, data, evaluate, features, generate
+from train_drafter.__main__ import main
+from train_drafter.batches import Store
+from train_drafter.drafter import TrainableDrafter
+from train_drafter.layout import new_config, read_config
+from train_drafter.proxy import proxy_sums
+from train_drafter.run import RunOptions, prepare, start
+from train_drafter.target import load_target_weights
+from train_drafter.train import TrainOptions
+
+from ddtree import Engine, SamplingParams
+from ddtree.kernels import get_ops
+from ddtree.models.registry import build_target
+
+CPU = torch.device("cpu")
+TAPS = fixtures.TINY_TAPS
+
+
+def make_work(work: Path, target: Path, shards: int = 3) -> None:
+    """Shards of random sequences, with the target's real features."""
+    model = build_target(target, get_ops("torch", CPU), CPU, torch.float32, progress=False)
+    mark = load_target_weights(target).fingerprint
+    for number in range(shards):
+        rng = np.random.default_rng(number)
+        sequences = [
+            data.Sequence(rng.integers(3, 98, 40 + int(rng.integers(0, 9))), 6, float(i % 2))
+            for i in range(30)
+        ]
+        data.write_shard(work / "corpus" / f"r-{number}.npz", sequences)
+    features.add_features(work, model, TAPS, mark, lambda text: None)
+
+
+def make_run(work: Path, target: Path, options: TrainOptions, name: str = "run") -> Path:
+    config = new_config(target, 2, 6, list(TAPS), fixtures.TINY_MASK, 80)
+    prepare(work / "runs" / name, target, config, options, {"init": ""})
+    return work / "runs" / name
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    state = checkpoint.load_state(run)
+    assert state is not None
+    return {"step": torch.tensor(state["progress"]["step"]), **state["model"], **state["ema"]}
+
+
+def train_apart(work: Path, target: Path, name: str, options: TrainOptions):
+    """Train in a forked process, which can be killed."""
+    job = RunOptions(work, name, target)
+    process = multiprocessing.get_context("fork").Process(target=start, args=(job, options))
+    process.start()
+    return process
+
+
+def test_a_killed_run_ends_like_one_that_was_never_killed(tmp_path):
+    target = fixtures.tiny_target()
+    make_work(tmp_path, target)
+    options = TrainOptions(
+        steps=60, batch=4, anchors=8, warmup=5, save_seconds=0.2, eval_seconds=1.0, eval_tokens=8
+    )
+    whole = make_run(tmp_path, target, options, "whole")
+    start(RunOptions(tmp_path, "whole", target), options)
+    killed = make_run(tmp_path, target, options, "killed")
+    kills, deadline = 0, time.monotonic() + 60
+    while time.monotonic() < deadline:
+        process = train_apart(tmp_path, target, "killed", options)
+        began = time.monotonic()
+        if kills < 3:
+            before = checkpoint.load_state(killed)
+            step = before["progress"]["step"] if before else -1
+            while process.is_alive() and time.monotonic() < began + 20:
+                now = checkpoint.load_state(killed)
+                if now and now["progress"]["step"] >= step + 14:
+                    break
+                time.sleep(0.02)
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+                kills += 1
+                process.join()
+                continue
+        process.join()
+        assert process.exitcode == 0
+        break
+    assert kills == 3
+    expected, found = weights_of(whole), weights_of(killed)
+    assert int(found["step"]) == 60 and expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    rows = [(run / "loss.csv").read_text().splitlines() for run in (whole, killed)]
+    strip = lambda lines: [re.sub(r",[\d.]+,", ",", line, count=1) for line in lines]  # noqa: E731
+    assert strip(rows[0]) == strip(rows[1]) and len(rows[0]) == 7
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path):
+    for step in (1, 2):
+        checkpoint.save_state(tmp_path, {"step": step, "data": torch.zeros(1000)})
+    newest = tmp_path / "last.pt"
+    newest.write_bytes(newest.read_bytes()[:1500])
+    said = []
+    state = checkpoint.load_state(tmp_path, said.append)
+    assert state is not None and state["step"] == 1
+    assert len(said) == 1 and str(newest) in said[0] and "damaged" in said[0]
+
+
+def test_checkpoints_come_at_least_every_minute():
+    assert TrainOptions().save_seconds <= 60
+
+
+def test_two_processes_cannot_train_the_same_run(tmp_path):
+    target = fixtures.tiny_target()
+    make_work(tmp_path, target, shards=1)
+    options = TrainOptions(steps=1, batch=2, anchors=4)
+    run = make_run(tmp_path, target, options)
+    with checkpoint.lock(run), pytest.raises(ValueError, match="being trained by another"):
+        start(RunOptions(tmp_path, "run", target), options)
+
+
+def test_a_run_of_another_target_or_shape_is_refused(tmp_path):
+    target = fixtures.tiny_target()
+    options = TrainOptions(steps=1)
+    make_run(tmp_path, target, options)
+    other = fixtures.make_target(seed=5)
+    with pytest.raises(ValueError, match="started with another target"):
+        make_run(tmp_path, other, options)
+    config = new_config(target, 2, 8, list(TAPS), fixtures.TINY_MASK, 80)
+    with pytest.raises(ValueError, match="started with another config"):
+        prepare(tmp_path / "runs" / "run", target, config, options, {"init": ""})
+
+
+def test_command_line_names_mistakes_in_one_line(tmp_path, capsys):
+    target = str(fixtures.tiny_target())
+    common = ["--target", target, "--work", str(tmp_path)]
+    assert main(["train", *common]) == 1
+    assert "give --steps or --minutes" in capsys.readouterr().err
+    assert main(["train", *common, "--steps", "1", "--taps", "0", "--mask-token", "98"]) == 1
+    assert "no usable feature shards" in capsys.readouterr().err
+    assert main(["corpus", *common]) == 1
+    assert "--prompts" in capsys.readouterr().err
+    other = fixtures.make_drafter(fixtures.make_target(hidden_size=32))
+    assert main(["train", *common, "--steps", "1", "--init", str(other)]) == 1
+    assert "made for another target" in capsys.readouterr().err
+
+
+class Template:
+    """A tokenizer of numbers, for a target folder that has none."""
+
+    chat_template = ""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(part) for part in text.split()]
+
+
+def test_corpus_is_the_engines_own_output_and_resumes(tmp_path, monkeypatch):
+    target = fixtures.tiny_target()
+    monkeypatch.setattr(Engine, "tokenizer", Template())
+    rng = np.random.default_rng(0)
+    asked = [" ".join(map(str, rng.integers(3, 98, 6))) for _ in range(10)]
+    options = generate.CorpusOptions("g", max_new_tokens=24, shard_prompts=4)
+    with Engine(str(target), max_batch_size=4, max_model_len=64) as engine:
+        quiet = lambda text: None  # noqa: E731
+        generate.make_corpus(engine, asked, tmp_path, options, quiet)
+        paths = data.shard_paths(tmp_path)
+        assert [path.stem for path in paths] == ["g-0000", "g-0001", "g-0002"]
+        contents = {path.name: path.read_bytes() for path in paths}
+        for path in paths:
+            for sequence in data.read_shard(path):
+                again = engine.generate(
+                    sequence.prompt.tolist(),
+                    SamplingParams(max_new_tokens=24, speculation="off"),
+                )[0]
+                answer = sequence.answer.tolist()
+                assert sequence.temperature > 0 or answer == again.token_ids[: len(answer)]
+        paths[1].unlink()
+        generate.make_corpus(engine, asked, tmp_path, options, quiet)
+        assert {path.name: path.read_bytes() for path in data.shard_paths(tmp_path)} == contents
+
+
+@pytest.mark.slow
+def test_two_processes_train_together(tmp_path):
+    target = fixtures.tiny_target()
+    make_work(tmp_path, target)
+    options = TrainOptions(steps=12, batch=2, anchors=8, warmup=2, eval_tokens=8)
+    run = make_run(tmp_path, target, options)
+    start(RunOptions(tmp_path, "run", target, processes=2), options)
+    result = json.loads((run / "result.json").read_text())
+    assert result["processes"] == 2
+    assert int(weights_of(run)["step"]) == 12
+
+
+@pytest.mark.slow
+def test_a_tiny_pair_overfits_to_more_than_three_tokens_per_round(tmp_path):
+    """Also: the offline proxy says what the engine then measures."""
+    began = time.monotonic()
+    target = fixtures.tiny_target()
+    rng = np.random.default_rng(0)
+    asked = [rng.integers(3, 98, 6).tolist() for _ in range(16)]
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    with Engine(str(target), max_batch_size=8, max_model_len=128) as engine:
+        answers = [output.token_ids for output in engine.generate(asked, params)]
+    sequences = [
+        data.Sequence(np.array(prompt + answer), len(prompt), 0.0)
+        for prompt, answer in zip(asked, answers, strict=True)
+    ]
+    data.write_shard(tmp_path / "corpus" / "o-0.npz", sequences)
+    weights = load_target_weights(target)
+    model = build_target(target, get_ops("torch", CPU), CPU, torch.float32, progress=False)
+    features.add_features(tmp_path, model, TAPS, weights.fingerprint, lambda text: None)
+    options = TrainOptions(
+        steps=400, batch=4, anchors=24, warmup=20, lr=3e-3, ema=0.95, eval_seconds=1e9, gamma=5.0
+    )
+    run = make_run(tmp_path, target, options)
+    start(RunOptions(tmp_path, "run", target), options)
+    with Engine(
+        str(target), str(run / "latest"), budget=64, max_batch_size=8, max_model_len=128
+    ) as engine:
+        report = evaluate.measure(engine, asked, max_new_tokens=40)["greedy"]
+    assert report["chain"]["tokens_per_round"] > 3
+    assert report["tree-16"]["tokens_per_round"] >= report["chain"]["tokens_per_round"]
+    assert all(row["identical_to_plain"] == "16/16" for row in report.values())
+    drafter = TrainableDrafter(read_config(run / "latest", target), 128)
+    from train_drafter.layout import load_weights
+
+    with torch.no_grad():
+        load_weights(drafter, run / "latest")
+    store = Store(tmp_path, TAPS, weights.fingerprint)
+    store.refresh()
+    items = [*store.train["o-0"], *store.heldout["o-0"]]
+    sums = proxy_sums(drafter, weights, items, 39)
+    assert float(sums[0] / sums[1]) == pytest.approx(report["chain"]["tokens_per_round"], rel=0.03)
+    assert time.monotonic() - began < 120
