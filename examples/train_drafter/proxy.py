@@ -17,7 +17,8 @@ def proxy_sums(
     """Walk held-out greedy answers as the engine would, drafting at every anchor.
 
     The corpus answer is the target's own greedy output, so the walk `position += accepted + 1` is
-    what a chain round does, up to floating-point near-ties.
+    what a chain round does, up to floating-point near-ties; what the last round accepts beyond the
+    limit does not count.
 
     Returns:
         float64 `[3 + L]`: tokens emitted, rounds, anchors seen, and per depth the anchors at which
@@ -44,7 +45,7 @@ def proxy_sums(
         while at < len(accepted):
             at += accepted[at] + 1
             rounds += 1
-        sums[0] += at
+        sums[0] += len(accepted)
         sums[1] += rounds
         sums[2] += len(accepted)
         sums[3:] += runs.sum(dim=0)
