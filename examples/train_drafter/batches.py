@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,10 @@ class Batch:
     teacher: Tensor  # [B, A, L, H] float32: the target state that chose each label
     weights: Tensor  # [B, A, L] float32; 0 past the end of a sequence
     greedy: Tensor  # [B] bool
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`."""
+        return Batch(*(getattr(self, item.name).to(device) for item in fields(self)))
 
 
 class Store:

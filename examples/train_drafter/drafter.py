@@ -151,7 +151,12 @@ class TrainableDrafter(nn.Module):
     from the features, and all blocks of a sequence go through together.
     """
 
-    def __init__(self, config: DraftConfig, max_positions: int = 4096) -> None:
+    def __init__(
+        self,
+        config: DraftConfig,
+        max_positions: int | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    ) -> None:
         super().__init__()
         self.config = config
         taps = len(config.target_layer_ids)
@@ -159,7 +164,9 @@ class TrainableDrafter(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, view) for view in config.layer_views)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rope = Rope(config.rope, config.head_dim, max_positions, torch.device("cpu"))
+        max_positions = max_positions or config.max_position_embeddings + config.block_size
+        self.rope = Rope(config.rope, config.head_dim, max_positions, device)
+        self.to(device)
 
     def forward(
         self, embeddings: Tensor, features: Tensor, positions: Tensor, reach: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,8 @@ class SampledHead:
     def __init__(self, head: Tensor, counts: Tensor, common: int = 2048, negatives: int = 2048):
         self.head = head
         self.negatives = negatives
-        self.common = counts.argsort(descending=True, stable=True)[: min(common, len(counts))]
+        order = counts.argsort(descending=True, stable=True)
+        self.common = order[:common].to(head.device)
 
     @torch.no_grad()
     def draw(self, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,20 +30,18 @@ class SampledHead:
         Returns:
             weight `[C, H]`, log-correction `[C]`, and the labels as indices into the candidates.
         """
-        size = self.head.shape[0]
-        fixed = torch.zeros(size, dtype=torch.bool)
+        size, device = self.head.shape[0], self.head.device
+        fixed = torch.zeros(size, dtype=torch.bool, device=device)
         fixed[self.common] = True
         fixed[labels.flatten()] = True
         others = (~fixed).nonzero().flatten()
-        kept = torch.randperm(len(others), generator=generator)[: self.negatives]
+        kept = torch.randperm(len(others), generator=generator)[: self.negatives].to(device)
         ids = torch.cat((fixed.nonzero().flatten(), others[kept]))
-        correction = torch.zeros(len(ids))
+        correction = torch.zeros(len(ids), device=device)
         if len(kept):
-            correction[len(ids) - len(kept) :] = torch.log(
-                torch.tensor(len(others) / len(kept), dtype=torch.float32)
-            )
-        index = torch.zeros(size, dtype=torch.int64)
-        index[ids] = torch.arange(len(ids))
+            correction[len(ids) - len(kept) :] = math.log(len(others) / len(kept))
+        index = torch.zeros(size, dtype=torch.int64, device=device)
+        index[ids] = torch.arange(len(ids), device=device)
         return self.head[ids], correction, index[labels]
 
 

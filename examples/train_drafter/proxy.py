@@ -30,11 +30,11 @@ def proxy_sums(
     for item, anchors in walks(items, limit):
         batch = make_batch(
             [item], [anchors], config.block_size, config.mask_token_id, torch.ones(depth)
-        )
+        ).to(target.head.device)
         embeddings = target.embedding[batch.blocks]
         hidden = model(embeddings, batch.features, batch.positions)[0, :, 1:]
-        runs = torch.zeros(len(anchors), depth, dtype=torch.int64)
-        alive = torch.arange(len(anchors))
+        runs = torch.zeros(len(anchors), depth, dtype=torch.int64, device=hidden.device)
+        alive = torch.arange(len(anchors), device=hidden.device)
         for d in range(depth):  # the head is the dear part: deeper rows only where all were right
             choice = (hidden[alive, d] @ target.head.t()).argmax(-1)
             right = (choice == batch.labels[0, alive, d]) & (batch.weights[0, alive, d] > 0)
@@ -48,5 +48,5 @@ def proxy_sums(
         sums[0] += len(accepted)
         sums[1] += rounds
         sums[2] += len(accepted)
-        sums[3:] += runs.sum(dim=0)
+        sums[3:] += runs.sum(dim=0).cpu()
     return sums

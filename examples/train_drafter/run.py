@@ -83,8 +83,11 @@ def _train(rank: int, options: RunOptions, training: TrainOptions, address: str 
     run = options.work / "runs" / options.name
     about = json.loads((run / "run.json").read_text())
     config = load_draft_config(run / "layout", load_target_config(options.target))
-    target = load_target_weights(options.target)
-    model = TrainableDrafter(config)
+    alone_on_gpu = options.processes == 1 and torch.cuda.is_available()
+    device = torch.device("cuda" if alone_on_gpu else "cpu")
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs; no change on CPU
+    target = load_target_weights(options.target).to(device)
+    model = TrainableDrafter(config, device=device)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(training.seed)
         initial_weights(model, generator)

@@ -7,6 +7,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -18,6 +19,12 @@ class TargetWeights:
     embedding: Tensor
     head: Tensor
     fingerprint: int
+
+    def to(self, device: torch.device) -> TargetWeights:
+        """The same weights on `device`; a tied head stays the embedding."""
+        embedding = self.embedding.to(device)
+        head = embedding if self.head is self.embedding else self.head.to(device)
+        return TargetWeights(embedding, head, self.fingerprint)
 
 
 def read_tensor(folder: Path, name: str) -> Tensor | None:

@@ -94,6 +94,7 @@ class Trainer:
             lr=options.lr,
             betas=(0.9, 0.98),
         )
+        self.device = target.head.device
         self.ema = {name: p.detach().clone() for name, p in model.state_dict().items()}
         self.progress = Progress()
         self.curves = Curves(run)
@@ -113,7 +114,7 @@ class Trainer:
             return False
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.ema = state["ema"]
+        self.ema = {name: tensor.to(self.device) for name, tensor in state["ema"].items()}
         self.progress = Progress(**state["progress"])
         self.curves.truncate(self.progress.step)
         self.curves.window = state.get("window", [])
@@ -310,10 +311,10 @@ class Trainer:
         generator = self._generator(self.progress.step, self.rank)
         mine = [items[i] for i in indices[self.rank :: self.world]]
         anchors = [random_anchors(item, o.anchors, generator) for item in mine]
-        return (
-            make_batch(mine, anchors, config.block_size, config.mask_token_id, self.depth_weights),
-            generator,
+        batch = make_batch(
+            mine, anchors, config.block_size, config.mask_token_id, self.depth_weights
         )
+        return batch.to(self.device), generator
 
     def _counted(self, seconds: float) -> float:
         """Step time, less what a pause of the whole process added to it."""
