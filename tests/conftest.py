@@ -14,6 +14,7 @@ for folder in ("tests", "examples"):
 
 # For subprocesses too, and read by libraries that the tests import later.
 os.environ.update(
+    PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
