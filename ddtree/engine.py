@@ -149,7 +149,7 @@ class Engine:
                 prefill_chunk=prefill_chunk,
                 block_size=block,
                 table_width=width,
-                width_step=max(1, 64 // page_size),
+                width_step=max(1, 32 // page_size),
             )
         )
         self._loop = Loop(scheduler, runner)

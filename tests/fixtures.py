@@ -212,7 +212,7 @@ class PagedCache:
         self.block_table = (order + RESERVED_PAGES).view(batch, pages)
         slots = (RESERVED_PAGES + batch * pages) * page_size
         self.kv = torch.zeros(
-            config.num_layers, 2, slots, config.num_kv_heads, config.head_dim, dtype=dtype
+            config.num_layers, slots, 2, config.num_kv_heads, config.head_dim, dtype=dtype
         )
 
     def slots(self, rows: torch.Tensor) -> torch.Tensor:

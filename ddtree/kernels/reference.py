@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -100,20 +101,29 @@ class TorchOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension, computed in float32, scaled in the input's dtype."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, (x.shape[-1],), weight, eps)
-        return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+        size = x.shape[-1]
+        wide = x.float()
+        # sqrt(sum of squares + size * eps) by two ops; F.rms_norm takes eight on CPU.
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        floor = math.sqrt(size * eps)
+        norm = torch.hypot(norm, norm.new_full((), floor))
+        return (wide / norm).mul_(math.sqrt(size)).to(x.dtype).mul_(weight)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """SwiGLU's gate: `[..., 2I]` (gate, then up) -> `[..., I]`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate `x [B, T, h, D]` by `cos, sin [B, T, D]` (halves layout, float32 tables)."""
-        low, high = x.float().chunk(2, dim=-1)
-        turned = torch.cat((-high, low), dim=-1)
-        return torch.addcmul(x * cos[:, :, None], turned, sin[:, :, None]).to(x.dtype)
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rotate the halves of every head of `x [B, T, h, D]`, into `out` where given.
+
+        Args:
+            cos, sin: [B, T, 1, D] float32; the first half of `sin` is negated.
+            out: [B, T, h, D], may be `x` itself.
+        """
+        half = x.shape[-1] // 2
+        turned = torch.addcmul(x * cos, x.roll(half, -1), sin)
+        return turned.to(x.dtype) if out is None else out.copy_(turned)
 
     # -- attention over pages -----------------------------------------------------------------
 
@@ -160,14 +170,13 @@ class TorchOps:
     def attention(
         self, q: Tensor, kv_layer: Tensor, plan: AttentionPlan, view: View, scale: float
     ) -> Tensor:
-        """Attend from `q [B, T, Hq, D]` to the paged keys of `kv_layer [2, slots, Hkv, D]`."""
+        """Attend from `q [B, T, Hq, D]` to the paged keys of `kv_layer [slots, 2, Hkv, D]`."""
         batch, tokens, heads, dim = q.shape
         mask = plan.masks[view]
         kv_heads = kv_layer.shape[2]
         group = heads // kv_heads
-        shape = (batch, mask.shape[2], kv_heads, dim)
-        k = kv_layer[0].index_select(0, plan.index).view(shape).transpose(1, 2)
-        v = kv_layer[1].index_select(0, plan.index).view(shape).transpose(1, 2)
+        pairs = kv_layer.index_select(0, plan.index).view(batch, -1, 2, kv_heads, dim)
+        k, v = pairs.permute(2, 0, 3, 1, 4).unbind()
         if tokens > PACKED_ROWS_MAX:
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k, v, mask[:, None], scale=scale, enable_gqa=group > 1
@@ -187,18 +196,16 @@ class TorchOps:
 
     # -- KV pages -----------------------------------------------------------------------------
 
-    def write_kv(self, kv_layer: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store `k, v [B, T, Hkv, D]` at `slots [B, T]` of `kv_layer [2, slots, Hkv, D]`."""
-        flat = slots.reshape(-1)
-        kv_layer[0].index_copy_(0, flat, k.reshape(-1, *k.shape[2:]))
-        kv_layer[1].index_copy_(0, flat, v.reshape(-1, *v.shape[2:]))
+    def write_kv(self, kv_layer: Tensor, slots: Tensor, kv: Tensor) -> None:
+        """Store `kv [B, T, 2, Hkv, D]` at `slots [B, T]` of `kv_layer [slots, 2, Hkv, D]`."""
+        kv_layer.index_copy_(0, slots.reshape(-1), kv.flatten(0, 1))
 
     def move_kv(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
-        """Copy rows `source [n]` to `target [n]` in `kv [layers, 2, slots, Hkv, D]`.
+        """Copy rows `source [n]` to `target [n]` in `kv [layers, slots, 2, Hkv, D]`.
 
         All rows are loaded before any is stored, so source and target may overlap.
         """
-        kv.index_copy_(2, target, kv.index_select(2, source))
+        kv.index_copy_(1, target, kv.index_select(1, source))
 
     # -- vocabulary ---------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class DFlash(nn.Module):
         Args:
             embeddings: [B, L+1, H] the target's embeddings of the anchor and L mask tokens.
             state: positions, slots and the plan (made for `self.views`) of the block.
-            kv: [layers, 2, slots, Hkv, D] paged K/V of the context; the block's own are written
+            kv: [layers, slots, 2, Hkv, D] paged K/V of the context; the block's own are written
                 at state.slots.
 
         Returns:
@@ -105,18 +105,18 @@ class DFlash(nn.Module):
             features: [B, T, M*H] the target's tapped residual streams of the rows.
             positions: [B, T] int64 absolute positions.
             slots: [B, T] int64 slots to write.
-            kv: [layers, 2, slots, Hkv, D].
+            kv: [layers, slots, 2, Hkv, D].
         """
         hidden = self.hidden_norm(self.fc(features.to(self.dtype)))
         rows = rearrange(
             self.context_kv(hidden),
-            "b t (layer two h d) -> layer two b t h d",
+            "b t (layer two h d) -> layer b t two h d",
             layer=self.config.num_layers,
             two=2,
             d=self.config.head_dim,
         )
         cos, sin = self.rope(positions)
         for index, layer in enumerate(self.layers):
-            k, v = rows[index]
-            k = self.ops.rope(layer.attention.k_norm(k), cos, sin)
-            self.ops.write_kv(kv[index], slots, k, v)
+            k = rows[index, :, :, 0]
+            self.ops.rope(layer.attention.k_norm(k), cos, sin, out=k)
+            self.ops.write_kv(kv[index], slots, rows[index])

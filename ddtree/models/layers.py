@@ -67,7 +67,7 @@ class RMSNorm(nn.Module):
 
 
 class Rope(nn.Module):
-    """Cosine and sine tables `[P, D]` in float32, made once and gathered once per forward."""
+    """Cosine and signed sine tables `[P, D]`, made once and gathered once per forward."""
 
     def __init__(self, config: RopeConfig, head_dim: int, positions: int, device: torch.device):
         super().__init__()
@@ -75,12 +75,16 @@ class Rope(nn.Module):
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         self.cos = (angles.cos() * scale).to(device)
-        self.sin = (angles.sin() * scale).to(device)
+        # Negated where it meets the other half: x * cos + swapped(x) * sin is the rotation.
+        sin = angles.sin() * scale
+        sin[:, : head_dim // 2].neg_()
+        self.sin = sin.to(device)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`positions [B, T]` -> cos and sin, each `[B, T, D]` float32."""
-        cos = nn.functional.embedding(positions, self.cos)
-        return cos, nn.functional.embedding(positions, self.sin)
+        """`positions [B, T]` -> cos and sin, each `[B, T, 1, D]` float32."""
+        index = positions[:, :, None]
+        embedding = nn.functional.embedding
+        return embedding(index, self.cos), embedding(index, self.sin)
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -170,15 +174,15 @@ class Attention(nn.Module):
     ) -> Tensor:
         """`x [B, T, H]` -> `[B, T, H]`; the tokens' K/V are stored at `state.slots` first."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        queries_keys, v = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
+        q, kv = heads.split((self.heads, 2 * self.kv_heads), dim=2)
         if self.qk_norm:
-            q, k = queries_keys.split((self.heads, self.kv_heads), dim=2)
             q = self.ops.rope(self.q_norm(q), cos, sin)
-            k = self.ops.rope(self.k_norm(k), cos, sin)
+            k = kv[:, :, : self.kv_heads]
+            self.ops.rope(self.k_norm(k), cos, sin, out=k)
         else:
-            queries_keys = self.ops.rope(queries_keys, cos, sin)
-            q, k = queries_keys.split((self.heads, self.kv_heads), dim=2)
-        self.ops.write_kv(kv_layer, state.slots, k, v)
+            turning = heads[:, :, : self.heads + self.kv_heads]
+            self.ops.rope(turning, cos, sin, out=turning)
+        self.ops.write_kv(kv_layer, state.slots, kv.unflatten(2, (2, self.kv_heads)))
         out = self.ops.attention(q, kv_layer, state.plan, view, self.scale)
         return self.output(out.flatten(2))
 

@@ -25,12 +25,12 @@ def allocate_pool(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Make a pool `[layers, 2, slots, kv_heads, head_dim]` of zeros; 2 = keys, values.
+    """Make a pool `[layers, slots, 2, kv_heads, head_dim]` of zeros; 2 = keys, values.
 
     `num_pages` counts usable pages; the reserved ones come on top.
     """
     slots = (num_pages + RESERVED_PAGES) * page_size
-    return torch.zeros(layers, 2, slots, kv_heads, head_dim, dtype=dtype, device=device)
+    return torch.zeros(layers, slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
 
 
 def slots_of(block_table: Tensor, positions: Tensor, page_size: int) -> Tensor:

@@ -31,7 +31,7 @@ class Machine:
     drafter: Any | None
     ops: Any
     target_kv: Tensor
-    """[layers, 2, slots, Hkv, D]."""
+    """[layers, slots, 2, Hkv, D]."""
     draft_kv: Tensor | None
     page_size: int
     num_candidates: int
