@@ -12,7 +12,7 @@ from .train import TrainOptions
 WORK = Path("~/.cache/ddtree/train")
 HELP = {
     "steps": "end after so many steps (0: no such limit)",
-    "minutes": "end after so many minutes of training, all resumes together (0: no limit)",
+    "minutes": "end after so many minutes of processor time, all resumes together (0: no limit)",
     "batch": "sequences per process and step",
     "anchors": "random blocks per sequence",
     "lr": "highest learning rate",

@@ -7,7 +7,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddtree.config import DraftConfig
-from ddtree.models.layers import Rope
+from ddtree.models.layers import rope_frequencies
+
+
+class Rope(nn.Module):
+    """Cosine and sine tables `[P, D]` of the absolute positions."""
+
+    def __init__(self, config: DraftConfig, positions: int, device: torch.device) -> None:
+        super().__init__()
+        inverse, scale = rope_frequencies(config.rope, config.head_dim)
+        angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
+        self.cos = (angles.cos().repeat(1, 2) * scale).to(device)
+        self.sin = (angles.sin().repeat(1, 2) * scale).to(device)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`positions` `[B, T]` -> cosine and sine, `[B, T, D]` each."""
+        return self.cos[positions], self.sin[positions]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -165,7 +180,7 @@ class TrainableDrafter(nn.Module):
         self.layers = nn.ModuleList(Layer(config, view) for view in config.layer_views)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         max_positions = max_positions or config.max_position_embeddings + config.block_size
-        self.rope = Rope(config.rope, config.head_dim, max_positions, device)
+        self.rope = Rope(config, max_positions, device)
         self.to(device)
 
     def forward(

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ddtree.models.llama import Llama
-from ddtree.runtime.pages import RESERVED_PAGES as RESERVED
+from ddtree.runtime.kv_cache import allocate_pool, slots_of
+from ddtree.runtime.pages import RESERVED_PAGES
 from ddtree.state import StepState
 
 from .data import read_shard, shard_paths
@@ -102,17 +103,15 @@ def _throwaway_state(target: Llama, tokens: Tensor, page: int = 16) -> tuple[Ste
     config, device = target.config, target.device
     batch, length = tokens.shape
     width = -(-length // page)
-    table = (RESERVED + torch.arange(batch * width, device=device)).view(batch, width)
+    table = (RESERVED_PAGES + torch.arange(batch * width, device=device)).view(batch, width)
     positions = torch.arange(length, device=device).expand(batch, length)
-    slots = table.gather(1, positions // page) * page + positions % page
+    slots = slots_of(table, positions, page)
     start = torch.zeros(batch, dtype=torch.int64, device=device)
     plan = target.ops.plan_attention(table, start, length, page, target.views("causal"))
-    pool = torch.zeros(
-        (2, (RESERVED + batch * width) * page, config.num_kv_heads, config.head_dim),
-        dtype=target.dtype,
-        device=device,
+    pool = allocate_pool(
+        1, config.num_kv_heads, config.head_dim, batch * width, page, target.dtype, device
     )
-    return StepState(positions, slots, plan), pool.expand(config.num_layers, *pool.shape)
+    return StepState(positions, slots, plan), pool.expand(config.num_layers, *pool.shape[1:])
 
 
 def add_features(

@@ -31,7 +31,7 @@ class TrainOptions:
     """What a run is asked to do; everything but the limits is fixed for the life of a run."""
 
     steps: int = 0  # end after so many steps; 0 = no such limit
-    minutes: float = 0.0  # end after so much training time, all resumes together; 0 = no limit
+    minutes: float = 0.0  # end after so much processor time, all resumes together; 0 = no limit
     batch: int = 8  # sequences per process and step
     anchors: int = 64  # blocks per sequence
     lr: float = 6e-4
@@ -62,7 +62,7 @@ class Progress:
     position: int = 0  # batches of this epoch's plan that are done
     shards: list[str] = field(default_factory=list)  # that this epoch's plan is made of
     eval_shards: list[str] = field(default_factory=list)  # whose held-out part is the yardstick
-    seconds: float = 0.0
+    seconds: float = 0.0  # processor time of one process: a busy machine and pauses do not count
     best: float = 0.0
 
 
@@ -103,7 +103,6 @@ class Trainer:
         depth = model.config.block_size - 1
         self.depth_weights = torch.exp(-torch.arange(depth) / options.gamma)
         self._parameters = decayed + plain
-        self._mean_step = 0.0
 
     # -- state ------------------------------------------------------------------------------
 
@@ -262,11 +261,11 @@ class Trainer:
             if not plan:
                 raise ValueError("train: fewer sequences than one batch; lower --batch")
             while p.position < len(plan) and not self.stop and self.share_done() < 1.0:
-                began = time.monotonic()
+                began = time.process_time()
                 value = self.step(*self._make(items, plan[p.position]))
                 p.step += 1
                 p.position += 1
-                p.seconds += self._counted(time.monotonic() - began)
+                p.seconds += (time.process_time() - began) / torch.get_num_threads()
                 if self.rank == 0:
                     self.curves.loss(p.step, p.seconds, value, self.learning_rate())
                     if time.monotonic() - saved > o.save_seconds:
@@ -315,13 +314,6 @@ class Trainer:
             mine, anchors, config.block_size, config.mask_token_id, self.depth_weights
         )
         return batch.to(self.device), generator
-
-    def _counted(self, seconds: float) -> float:
-        """Step time, less what a pause of the whole process added to it."""
-        self._mean_step = self._mean_step or seconds
-        counted = min(seconds, 5 * self._mean_step)
-        self._mean_step += 0.05 * (counted - self._mean_step)
-        return counted
 
     def evaluate(self) -> None:
         """Proxy acceptance of the averaged weights on held-out sequences; keeps the best."""
