@@ -117,7 +117,8 @@ def evaluate(args: argparse.Namespace) -> None:
         max_batch_size=args.batch_size,
         max_model_len=1024,
     ) as engine:
-        closest = max(overlap(p, _user_turns(engine.tokenizer, work)) for p in prompts)
+        turns = _user_turns(engine.tokenizer, work)
+        closest = max(overlap(prompt, turns) for prompt in prompts)
         ids = [chat_ids(engine, prompt) for prompt in prompts]
         report = measure(engine, ids, args.max_new_tokens, args.seed)
     report |= {
