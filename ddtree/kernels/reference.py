@@ -72,7 +72,7 @@ def _pack(weight: Tensor, library: str) -> PackedLinear:
 def _linear_packed(x: Tensor, packed: PackedLinear) -> Tensor:
     if packed.library == "mkl":
         rows = x.numel() // packed.shape[1]
-        return torch.ops.mkl._mkl_linear(x, packed.data, packed.origin, None, rows)
+        return torch.ops.mkl._mkl_linear.default(x, packed.data, packed.origin, None, rows)
     return torch.ops.mkldnn._linear_pointwise(x, packed.data, None, "none", [], "")
 
 
@@ -84,6 +84,7 @@ class TorchOps:
     def __init__(self, device: torch.device):
         self.device = device
         self.linear_library = _packed_library(device)
+        self._scalars: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
 
     # -- dense ------------------------------------------------------------------------------
 
@@ -103,11 +104,19 @@ class TorchOps:
         """RMSNorm over the last dimension, computed in float32, scaled in the input's dtype."""
         size = x.shape[-1]
         wide = x.float()
-        # sqrt(sum of squares + size * eps) by two ops; F.rms_norm takes eight on CPU.
+        zero, floor = self._constants(x.device, math.sqrt(size * eps))
+        # x * sqrt(size) / sqrt(sum of squares + size * eps) in three ops; F.rms_norm takes eight.
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        floor = math.sqrt(size * eps)
-        norm = torch.hypot(norm, norm.new_full((), floor))
-        return (wide / norm).mul_(math.sqrt(size)).to(x.dtype).mul_(weight)
+        normed = torch.addcdiv(zero, wide, torch.hypot(norm, floor), value=math.sqrt(size))
+        return normed.to(x.dtype).mul_(weight)
+
+    def _constants(self, device: torch.device, floor: float) -> tuple[Tensor, Tensor]:
+        """Zero and `floor` as scalars on the device, made once."""
+        found = self._scalars.get((device, floor))
+        if found is None:
+            zero = torch.zeros((), device=device)
+            found = self._scalars[device, floor] = (zero, torch.full_like(zero, floor))
+        return found
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """SwiGLU's gate: `[..., 2I]` (gate, then up) -> `[..., I]`."""

@@ -18,7 +18,7 @@ from ddtree.runtime.sampler import choose
 from ddtree.runtime.stats import StageTimer
 from ddtree.state import RowState, StepState
 from ddtree.tree.build import Tree, build_tree, chain_tree
-from ddtree.tree.verify import accept
+from ddtree.tree.verify import accept, accept_chain
 
 FAR = 1 << 40
 
@@ -83,7 +83,7 @@ def decode_step(
     chosen = choose(machine.target, machine.ops, hidden)
     timer.mark("verify")
 
-    path = accept(tree, chosen, block - 1)
+    path = (accept if spec.mode == "tree" else accept_chain)(tree, chosen, block - 1)
     emitted = chosen.gather(1, path.nodes)
     count, status = _finish(row, emitted, path.count)
     if speculate:
