@@ -16,7 +16,7 @@ STAMPS := $(VENV)/stamps
 demo: $(STAMPS)/demo
 	@$(PY) examples/quickstart.py $(ARGS)
 
-test: $(STAMPS)/test
+test: lint
 	@OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
 
 test-slow: $(STAMPS)/test
