@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddtree.tree import Tree, accept, build, build_tree, chain_tree, reference
+from ddtree.tree.verify import accept_chain
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +129,19 @@ def test_chain_is_accepted_whole_or_in_part():
     path = assert_equals_walk(tree, chosen, 3)
     assert path.count.tolist() == [4, 3, 1]
     assert path.nodes.tolist() == [[0, 1, 2, 3], [0, 1, 2, 0], [0, 0, 0, 0]]
+
+
+@settings(deadline=None, max_examples=50)
+@given(depth=st.integers(0, 15), seed=st.integers(0, 2**32))
+def test_chain_needs_no_words(depth, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, (4, depth), generator=generator)
+    tree = chain_tree(torch.zeros(4, dtype=torch.int64), ids)
+    chosen = choose_children(tree, seed, 0.8)
+    path, expected = accept_chain(tree, chosen, depth), accept(tree, chosen, depth)
+    assert torch.equal(path.count, expected.count) and path.nodes.shape == expected.nodes.shape
+    on_path = torch.arange(depth + 1) < path.count.unsqueeze(1)
+    assert torch.equal(path.nodes * on_path, expected.nodes)
 
 
 def test_root_alone():

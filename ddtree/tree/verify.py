@@ -43,7 +43,11 @@ def accept(tree: Tree, chosen: Tensor, max_depth: int) -> Path:
 
 
 def accept_chain(tree: Tree, chosen: Tensor, max_depth: int) -> Path:
-    """As `accept`, for a chain (node i at depth i, N = L + 1): by a running product, no words."""
+    """As `accept`, for a chain (node i at depth i, N = L + 1): by a running product, no words.
+
+    All nodes are taken as valid, and `nodes` is not zeroed after the path's end: it goes on along
+    the chain.
+    """
     batch, num_nodes = chosen.shape
     assert num_nodes == max_depth + 1
     right = tree.tokens[:, 1:].eq(chosen[:, :-1])
