@@ -82,6 +82,21 @@ def test_weights_are_converted(tmp_path, stored, wanted):
     torch.testing.assert_close(model.embedding, expected, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_tied_weights_are_converted(tmp_path, stored, wanted):
+    """The embedding may stay in the file, in its dtype: rows and head are the same anyway."""
+    folder = make_target(folder=tmp_path, dtype=stored, tie_word_embeddings=True)
+    model = load(folder, wanted)
+    table = load_file(folder / SINGLE_FILE)["model.embed_tokens.weight"].to(wanted)
+    tokens, hidden = torch.arange(101)[None], torch.randn(3, 64).to(wanted)
+    assert model.embed(tokens).dtype == wanted
+    torch.testing.assert_close(model.embed(tokens)[0], table, atol=0, rtol=0)
+    torch.testing.assert_close(model.logits(hidden), (hidden @ table.T).float())
+    if wanted == torch.bfloat16:
+        assert model.head.weight is model.embedding
+
+
 def test_redundant_tensors_are_ignored(tmp_path):
     """Old checkpoints carry rotary tables; tied ones may carry the head as well."""
     folder = make_target(folder=tmp_path, tie_word_embeddings=True)
@@ -386,7 +401,7 @@ print(memory("VmHWM") - before)
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
-    """An untied target of 350 MB in float32, as one file and in shards."""
+    """Targets of 300 to 350 MB in float32: untied in one file and in shards, and a tied one."""
     shapes = {
         "vocab_size": 16000,
         "hidden_size": 768,
@@ -397,16 +412,19 @@ def big(tmp_path_factory):
         "head_dim": 64,
     }
     folders = {}
-    for name, size in (("one file", "5GB"), ("shards", "100MB")):
+    for name, size in (("one file", "5GB"), ("shards", "100MB"), ("tied", "5GB")):
         folders[name] = make_target(
-            folder=tmp_path_factory.mktemp("big"), shard_size=size, **shapes
+            folder=tmp_path_factory.mktemp("big"),
+            shard_size=size,
+            tie_word_embeddings=name == "tied",
+            **shapes,
         )
     return folders
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["one file", "shards"])
+@pytest.mark.parametrize("kind", ["one file", "shards", "tied"])
 def test_peak_memory_is_little_more_than_the_weights(big, kind, dtype):
     files = big[kind].glob("*.safetensors")
     weights = sum(path.stat().st_size for path in files) // (2 if dtype == "bfloat16" else 1)

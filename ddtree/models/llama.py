@@ -50,8 +50,7 @@ class Llama(nn.Module):
         # The largest weights first: their packing needs the most room beside them.
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.config.tie_word_embeddings:
-            self.embedding = checkpoint.read("model.embed_tokens.weight", shape)
-            self.head.weight = self.ops.pack_linear(self.embedding)
+            self.embedding, self.head.weight = checkpoint.tied("model.embed_tokens.weight", shape)
             checkpoint.ignore("lm_head.weight", shape)
         else:
             if "lm_head.weight" not in checkpoint:
@@ -72,7 +71,7 @@ class Llama(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """`tokens [B, T]` -> embeddings `[B, T, H]`."""
-        return nn.functional.embedding(tokens, self.embedding)
+        return nn.functional.embedding(tokens, self.embedding).to(self.dtype)
 
     def forward(
         self, tokens: Tensor, state: StepState, kv: Tensor, taps: tuple[int, ...] = ()
@@ -81,7 +80,7 @@ class Llama(nn.Module):
 
         Args:
             state: positions, slots and the attention plan, made for one of `self.views`.
-            kv: [layers, 2, slots, Hkv, D] paged K/V; the tokens' own are written at state.slots.
+            kv: [layers, slots, 2, Hkv, D] paged K/V; the tokens' own are written at state.slots.
             taps: 0-based layers whose residual stream is wanted, in the order wanted.
 
         Returns:

@@ -155,6 +155,21 @@ class Checkpoint:
         self._fill(out, name)
         return out
 
+    def tied(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, Any]:
+        """Return tensor `name` twice: as a table to look rows up in, and packed for `ops.linear`.
+
+        Where packing copies, the table stays in the file, mapped, in the file's dtype: a second
+        copy of a tied embedding would be a fifth of a small model, and few rows of it are used.
+        The file must not be overwritten in place while the table lives.
+        """
+        if not self._packing_copies:
+            table = self.read(name, shape)
+            return table, self.ops.pack_linear(table)
+        packed = self.pack({name: shape[0]}, shape[1])
+        path, stored = self._files[name]
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(stored), packed
+
     def stack(self, rows: Mapping[str, int]) -> Tensor:
         """Read several tensors, name -> rows, one below the other.
 
