@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,10 +28,9 @@ class PackedLinear:
     changes its summation with the number of rows.
     """
 
-    data: Tensor
     shape: tuple[int, int]
-    library: str
-    origin: Tensor
+    product: Callable[[Tensor], Tensor]
+    """`x [..., I]` -> `[..., O]`."""
 
 
 @dataclass
@@ -52,8 +52,7 @@ def _packed_library(device: torch.device) -> str:
     weight = torch.arange(12, dtype=torch.float32).view(3, 4)
     for library in ("mkl", "mkldnn"):
         try:
-            packed = _pack(weight, library)
-            if torch.equal(_linear_packed(weight, packed), weight @ weight.T):
+            if torch.equal(_pack(weight, library).product(weight), weight @ weight.T):
                 return library
         except (RuntimeError, AttributeError):
             continue
@@ -61,19 +60,24 @@ def _packed_library(device: torch.device) -> str:
 
 
 def _pack(weight: Tensor, library: str) -> PackedLinear:
+    rows, inner = weight.shape
     if library == "mkl":
         data = torch.ops.mkl._mkl_reorder_linear_weight(weight, 16)
+        # Only its shape is looked at.
+        origin = weight.new_zeros(1).expand(rows, inner)
+        linear = torch.ops.mkl._mkl_linear.default
+
+        def product(x: Tensor) -> Tensor:
+            return linear(x, data, origin, None, x.numel() // inner)
+
     else:
         data = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-    origin = weight.new_zeros(1).expand(weight.shape)
-    return PackedLinear(data, (weight.shape[0], weight.shape[1]), library, origin)
+        pointwise = torch.ops.mkldnn._linear_pointwise.default
 
+        def product(x: Tensor) -> Tensor:
+            return pointwise(x, data, None, "none", [], "")
 
-def _linear_packed(x: Tensor, packed: PackedLinear) -> Tensor:
-    if packed.library == "mkl":
-        rows = x.numel() // packed.shape[1]
-        return torch.ops.mkl._mkl_linear.default(x, packed.data, packed.origin, None, rows)
-    return torch.ops.mkldnn._linear_pointwise(x, packed.data, None, "none", [], "")
+    return PackedLinear((rows, inner), product)
 
 
 class TorchOps:
@@ -97,18 +101,18 @@ class TorchOps:
     def linear(self, x: Tensor, weight: Tensor | PackedLinear) -> Tensor:
         """`x [..., I]` times the transposed weight -> `[..., O]`."""
         if isinstance(weight, PackedLinear):
-            return _linear_packed(x, weight)
+            return weight.product(x)
         return F.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension, computed in float32, scaled in the input's dtype."""
-        size = x.shape[-1]
-        wide = x.float()
-        zero, floor = self._constants(x.device, math.sqrt(size * eps))
         # x * sqrt(size) / sqrt(sum of squares + size * eps) in three ops; F.rms_norm takes eight.
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        normed = torch.addcdiv(zero, wide, torch.hypot(norm, floor), value=math.sqrt(size))
-        return normed.to(x.dtype).mul_(weight)
+        size = x.shape[-1]
+        zero, floor = self._constants(x.device, math.sqrt(size * eps))
+        wide = x if x.dtype == torch.float32 else x.float()
+        norm = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), floor)
+        normed = torch.addcdiv(zero, wide, norm, value=math.sqrt(size))
+        return normed.mul_(weight) if wide is x else normed.to(x.dtype).mul_(weight)
 
     def _constants(self, device: torch.device, floor: float) -> tuple[Tensor, Tensor]:
         """Zero and `floor` as scalars on the device, made once."""
@@ -130,9 +134,11 @@ class TorchOps:
             cos, sin: [B, T, 1, D] float32; the first half of `sin` is negated.
             out: [B, T, h, D], may be `x` itself.
         """
-        half = x.shape[-1] // 2
-        turned = torch.addcmul(x * cos, x.roll(half, -1), sin)
-        return turned.to(x.dtype) if out is None else out.copy_(turned)
+        turned, other = x * cos, x.roll(x.shape[-1] // 2, -1)
+        if x.dtype == torch.float32:
+            return torch.addcmul(turned, other, sin, out=out)
+        turned = torch.addcmul(turned, other, sin).to(x.dtype)
+        return turned if out is None else out.copy_(turned)
 
     # -- attention over pages -----------------------------------------------------------------
 
@@ -184,8 +190,8 @@ class TorchOps:
         mask = plan.masks[view]
         kv_heads = kv_layer.shape[2]
         group = heads // kv_heads
-        pairs = kv_layer.index_select(0, plan.index).view(batch, -1, 2, kv_heads, dim)
-        k, v = pairs.permute(2, 0, 3, 1, 4).unbind()
+        pairs = kv_layer.index_select(0, plan.index).view(batch, -1, 2 * kv_heads, dim)
+        k, v = pairs.transpose(1, 2).split(kv_heads, 1)
         if tokens > PACKED_ROWS_MAX:
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k, v, mask[:, None], scale=scale, enable_gqa=group > 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -40,9 +38,7 @@ class DFlash(nn.Module):
         hidden, width = config.hidden_size, config.num_kv_heads * config.head_dim
         self.fc = Linear(ops, len(config.target_layer_ids) * hidden, {"fc": hidden})
         self.hidden_norm = RMSNorm(ops, hidden, config.rms_norm_eps)
-        self.layers: Any = nn.ModuleList(
-            DecoderLayer(config, ops) for _ in range(config.num_layers)
-        )
+        self.layers = [DecoderLayer(config, ops) for _ in range(config.num_layers)]
         self.norm = RMSNorm(ops, hidden, config.rms_norm_eps)
         # The k and v weights of all layers once more, stacked: context rows need no queries, and
         # one matmul instead of two per layer is worth the copy.

@@ -1,4 +1,7 @@
-"""The parts that all our models are made of: linears, norms, rotary embedding, decoder layer."""
+"""The parts that all our models are made of: linears, norms, rotary embedding, decoder layer.
+
+They are plain callables: the call machinery of `nn.Module` costs a small model on CPU time.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ ROPE_MARGIN = 1024
 """Positions that RoPE tables hold beyond the longest context: room for one draft."""
 
 
-class Linear(nn.Module):
+class Linear:
     """One matmul over one or several checkpoint weights, stacked by output rows and packed.
 
     Args:
@@ -25,7 +28,6 @@ class Linear(nn.Module):
     """
 
     def __init__(self, ops: TorchOps, in_features: int, parts: dict[str, int], bias: bool = False):
-        super().__init__()
         self.ops = ops
         self.in_features = in_features
         self.parts = parts
@@ -41,17 +43,16 @@ class Linear(nn.Module):
             biases = {f"{prefix}{part}.bias": rows for part, rows in self.parts.items()}
             self.bias = checkpoint.stack(biases)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """`x [..., I]` -> `[..., O]`, O being the sum of the parts' rows."""
         y = self.ops.linear(x, self.weight)
         return y if self.bias is None else y + self.bias
 
 
-class RMSNorm(nn.Module):
+class RMSNorm:
     """Root-mean-square norm over the last dimension, computed in float32."""
 
     def __init__(self, ops: TorchOps, size: int, eps: float):
-        super().__init__()
         self.ops = ops
         self.size = size
         self.eps = eps
@@ -61,16 +62,15 @@ class RMSNorm(nn.Module):
         """Read the weight `[size]` named `name` (without ``.weight``)."""
         self.weight = checkpoint.read(f"{name}.weight", (self.size,))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """`x [..., size]` -> the same shape and dtype."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
 
-class Rope(nn.Module):
+class Rope:
     """Cosine and signed sine tables `[P, D]`, made once and gathered once per forward."""
 
     def __init__(self, config: RopeConfig, head_dim: int, positions: int, device: torch.device):
-        super().__init__()
         inv_freq, scale = rope_frequencies(config, head_dim)
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
@@ -80,7 +80,7 @@ class Rope(nn.Module):
         sin[:, : head_dim // 2].neg_()
         self.sin = sin.to(device)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """`positions [B, T]` -> cos and sin, each `[B, T, 1, D]` float32."""
         index = positions[:, :, None]
         embedding = nn.functional.embedding
@@ -143,11 +143,10 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
     return magnitude(1.0)
 
 
-class Attention(nn.Module):
+class Attention:
     """Grouped-query attention over the paged KV cache."""
 
     def __init__(self, config: LayerConfig, ops: TorchOps):
-        super().__init__()
         self.ops = ops
         self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
@@ -169,7 +168,7 @@ class Attention(nn.Module):
             self.q_norm.load(checkpoint, f"{prefix}q_norm")
             self.k_norm.load(checkpoint, f"{prefix}k_norm")
 
-    def forward(
+    def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, state: StepState, kv_layer: Tensor, view: View
     ) -> Tensor:
         """`x [B, T, H]` -> `[B, T, H]`; the tokens' K/V are stored at `state.slots` first."""
@@ -187,11 +186,10 @@ class Attention(nn.Module):
         return self.output(out.flatten(2))
 
 
-class MLP(nn.Module):
+class MLP:
     """SwiGLU feed-forward."""
 
     def __init__(self, config: LayerConfig, ops: TorchOps):
-        super().__init__()
         self.ops = ops
         inner = config.intermediate_size
         gate_up = {"gate_proj": inner, "up_proj": inner}
@@ -203,16 +201,15 @@ class MLP(nn.Module):
         self.gate_up.load(checkpoint, prefix)
         self.down.load(checkpoint, prefix)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """`x [B, T, H]` -> `[B, T, H]`."""
         return self.down(self.ops.silu_mul(self.gate_up(x)))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer:
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: LayerConfig, ops: TorchOps):
-        super().__init__()
         self.attention_norm = RMSNorm(ops, config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, ops)
         self.mlp_norm = RMSNorm(ops, config.hidden_size, config.rms_norm_eps)
@@ -225,7 +222,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm.load(checkpoint, f"{prefix}post_attention_layernorm")
         self.mlp.load(checkpoint, f"{prefix}mlp.")
 
-    def forward(
+    def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, state: StepState, kv_layer: Tensor, view: View
     ) -> Tensor:
         """Residual stream `x [B, T, H]` before the layer -> after it."""

@@ -34,9 +34,7 @@ class Llama(nn.Module):
         self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
         self.embedding: Any = None
         self.head = Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
-        self.layers: Any = nn.ModuleList(
-            DecoderLayer(config, ops) for _ in range(config.num_layers)
-        )
+        self.layers = [DecoderLayer(config, ops) for _ in range(config.num_layers)]
         self.norm = RMSNorm(ops, config.hidden_size, config.rms_norm_eps)
         num_positions = num_positions or config.max_position_embeddings + ROPE_MARGIN
         self.rope = Rope(config.rope, config.head_dim, num_positions, device)
