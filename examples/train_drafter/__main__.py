@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
         "--prompts", type=Path, default=Path(__file__).with_name("prompts_eval.txt")
     )
     evaluate.add_argument("--max-new-tokens", type=int, default=128)
+    evaluate.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     evaluate.add_argument("--batch-size", type=int, default=8)
     evaluate.add_argument("--limit", type=int, default=0, help="only so many prompts (0: all)")
     evaluate.add_argument("--seed", type=int, default=0)

@@ -101,7 +101,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """Measure a drafter and write `evaluation.json` and `README.md` beside its weights."""
     from ddtree import Engine
 
-    from .evaluate import BUDGETS, measure, write_report
+    from .evaluate import measure, write_report
     from .generate import chat_ids
 
     work, target = _folders(args)
@@ -113,14 +113,14 @@ def evaluate(args: argparse.Namespace) -> None:
     with Engine(
         str(target),
         str(draft),
-        budget=max(BUDGETS),
+        budget=max(args.budgets),
         max_batch_size=args.batch_size,
         max_model_len=1024,
     ) as engine:
         turns = _user_turns(engine.tokenizer, work)
         closest = max(overlap(prompt, turns) for prompt in prompts)
         ids = [chat_ids(engine, prompt) for prompt in prompts]
-        report = measure(engine, ids, args.max_new_tokens, args.seed)
+        report = measure(engine, ids, args.max_new_tokens, args.seed, args.budgets)
     report |= {
         "prompts": len(prompts),
         "max_new_tokens": args.max_new_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,11 @@ class Score:
 
 
 def measure(
-    engine: Engine, prompts: list[list[int]], max_new_tokens: int = 128, seed: int = 0
+    engine: Engine,
+    prompts: list[list[int]],
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    budgets: Sequence[int] = BUDGETS,
 ) -> dict[str, dict[str, Any]]:
     """Run prompts (token ids) through chain and trees, greedy and where the engine samples, T = 1.
 
@@ -53,12 +58,17 @@ def measure(
         if temperature and not accepts_temperature(engine):
             report[name] = "not measured: this engine refuses temperature > 0"
             continue
-        report[name] = _modes(engine, prompts, max_new_tokens, temperature, seed)
+        report[name] = _modes(engine, prompts, max_new_tokens, temperature, seed, budgets)
     return report
 
 
 def _modes(
-    engine: Engine, ids: list[list[int]], max_new_tokens: int, temperature: float, seed: int
+    engine: Engine,
+    ids: list[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    budgets: Sequence[int],
 ) -> dict[str, dict[str, Any]]:
     def run(**mode: Any) -> list:
         params = [
@@ -73,7 +83,7 @@ def _modes(
 
     plain = run(speculation="off")
     modes: dict[str, dict[str, Any]] = {"chain": {"speculation": "chain"}}
-    modes |= {f"tree-{b}": {"speculation": "tree", "budget": b} for b in BUDGETS}
+    modes |= {f"tree-{b}": {"speculation": "tree", "budget": b} for b in budgets}
     result = {}
     for name, mode in modes.items():
         outputs = run(**mode)

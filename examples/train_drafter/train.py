@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import time
@@ -331,7 +330,7 @@ class Trainer:
         chain, hits = float(sums[0] / sums[1].clamp_min(1)), (sums[3:] / sums[2].clamp_min(1))
         self.curves.acceptance(p.step, p.seconds, p.epoch, chain, hits.tolist())
         save_drafter(self.run / "latest", self.config_json, self.ema)
-        if math.isfinite(chain) and chain > p.best:
+        if chain > p.best or not sums[1]:  # without held-out answers the newest is the best
             p.best = chain
             save_drafter(self.run / "best", self.config_json, self.ema)
             self._write_result()
