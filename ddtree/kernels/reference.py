@@ -44,6 +44,11 @@ class AttentionPlan:
     packed: dict[tuple[View, int], Tensor] = field(default_factory=dict)
     """[B, 1, T * G, S] float masks, made by the first layer that needs them."""
 
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The views that the plan was made for."""
+        return tuple(self.masks)
+
 
 def _packed_library(device: torch.device) -> str:
     """Name the CPU library whose prepacked linear works here, or "" for plain `F.linear`."""

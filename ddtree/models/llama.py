@@ -86,7 +86,7 @@ class Llama(nn.Module):
             `[B, T, M * H]`: the residual stream after each tapped layer, no final norm (None
             without taps).
         """
-        (view,) = state.plan.masks
+        (view,) = state.plan.views
         cos, sin = self.rope(state.positions)
         x = self.embed(tokens)
         tapped = {}
