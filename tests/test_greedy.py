@@ -1,0 +1,240 @@
+"""Greedy output is plain decoding's, whatever drafts it: token for token, over all settings."""
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from fixtures import TINY_EOS, tiny_target
+from stubs import (
+    FULL,
+    PARTLY,
+    SIBLINGS,
+    Agreement,
+    by_anchor,
+    check_engines,
+    hf_generate,
+    install,
+    tiny_engine,
+)
+
+from ddtree import SamplingParams
+
+BUDGETS = (0, 1, 7, 16, 64)
+PAGES = (1, 4, 16)
+BATCHES = (1, 3, 8)
+PROMPTS = {1: 2, 3: 4, 8: 9}
+"""Prompts per batch size: more than fit at once, so that some join as others leave."""
+DRAFTERS = {"oracle": (FULL, 14), "mixed": (PARTLY, 12), "bad": (None, 5)}
+"""Draft ranks and new tokens: few where hardly any are accepted, for time's sake."""
+KNOWN = 30
+
+
+@pytest.fixture(autouse=True)
+def pages_free():
+    """Every test leaves every engine with all its pages."""
+    yield
+    check_engines()
+
+
+@pytest.fixture(scope="module")
+def agreement():
+    """Near-ties of the whole module, judged together."""
+    agreement = Agreement()
+    yield agreement
+    agreement.close()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, and what transformers generate makes of it."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+@functools.cache
+def cases(architecture):
+    """Ten cases that never have the same token at the same position with another future.
+
+    So a stub's lookup by (position, token) is exact. Two of them end with an EOS id.
+    """
+    generator = torch.Generator().manual_seed(3)
+    picked, futures, ended = [], {}, 0
+    while len(picked) < 10:
+        size = int(torch.randint(2, 44, (), generator=generator))
+        prompt = torch.randint(0, 98, (size,), generator=generator).tolist()
+        answer = hf_generate(tiny_target(architecture), prompt, KNOWN)
+        ends = answer[-1] in TINY_EOS
+        spots = {(size + i, token): tuple(answer[i:]) for i, token in enumerate(answer)}
+        clash = any(futures.get(spot, future) != future for spot, future in spots.items())
+        if clash or (ends and len(answer) < 3) or (len(picked) >= 8 and not ends and ended < 2):
+            continue
+        ended += ends
+        futures |= spots
+        picked.append(Case(prompt, answer))
+    return picked
+
+
+def lookup(architecture):
+    """The stubs' knowledge of all cases."""
+    return by_anchor([(len(c.prompt), c.prompt + c.answer) for c in cases(architecture)])
+
+
+@functools.cache
+def engine(architecture, budget, page_size, batch, prefill_chunk=2048):
+    return tiny_engine(
+        architecture,
+        budget=budget,
+        page_size=page_size,
+        max_batch_size=batch,
+        prefill_chunk=prefill_chunk,
+    )
+
+
+def draft(engine, architecture, drafter):
+    ranks = DRAFTERS[drafter][0]
+    install(engine, lookup(architecture) if ranks else None, ranks or FULL)
+
+
+def compare(agreement, architecture, chosen, outputs, wants, label):
+    """Every output agrees with its wanted tokens, and says truly why it ended."""
+    folder = tiny_target(architecture)
+    for case, output, want in zip(chosen, outputs, wants, strict=True):
+        agreement.check(folder, case.prompt, output.token_ids, want, label)
+        if output.token_ids == want:
+            assert output.finish_reason == ("stop" if want[-1] in TINY_EOS else "length"), label
+
+
+CELLS = [
+    pytest.param(*cell, marks=pytest.mark.slow if cell[0] == "qwen3" and cell[1:] != (4, 3) else ())
+    for cell in itertools.product(("llama", "qwen3"), PAGES, BATCHES)
+]
+
+
+@pytest.mark.parametrize("architecture, page_size, batch", CELLS)
+def test_full_cross(agreement, architecture, page_size, batch):
+    """Budgets x chain and tree x drafters, for every page size and batch size."""
+    chosen = cases(architecture)[: PROMPTS[batch]]
+    plain = {}
+    for drafter, (_, count) in DRAFTERS.items():
+        limits = [count - i % 3 for i in range(len(chosen))]
+        outputs = engine(architecture, 0, page_size, batch).generate(
+            [c.prompt for c in chosen],
+            [SamplingParams(max_new_tokens=n, speculation="off") for n in limits],
+        )
+        plain[drafter] = [output.token_ids for output in outputs]
+        wants = [c.answer[:n] for c, n in zip(chosen, limits, strict=True)]
+        label = f"{architecture} page {page_size} batch {batch} off against transformers"
+        compare(agreement, architecture, chosen, outputs, wants, label)
+
+    for budget in BUDGETS:
+        tested = engine(architecture, budget, page_size, batch)
+        for drafter, (_, count) in DRAFTERS.items():
+            draft(tested, architecture, drafter)
+            for mode in ("chain", "tree"):
+                outputs = tested.generate(
+                    [c.prompt for c in chosen],
+                    [
+                        SamplingParams(max_new_tokens=count - i % 3, speculation=mode)
+                        for i in range(len(chosen))
+                    ],
+                )
+                label = (
+                    f"{architecture} budget {budget} page {page_size} batch {batch} "
+                    f"{mode} {drafter}"
+                )
+                compare(agreement, architecture, chosen, outputs, plain[drafter], label)
+                if drafter == "oracle":
+                    depth = min(budget, 5) if mode == "tree" else 5
+                    _assert_drafts_accepted(outputs, depth, label)
+
+
+def _assert_drafts_accepted(outputs, depth, label):
+    """The cross means nothing unless drafts are accepted as deep as they can be."""
+    for output in outputs:
+        rounds = -(-(len(output.token_ids) - 1) // (depth + 1))
+        assert output.stats.rounds == rounds, label
+
+
+@pytest.mark.parametrize(
+    "architecture, prefill_chunk", [("llama", 1), ("llama", 3), ("llama", 7), ("qwen3", 3)]
+)
+def test_chunked_prefill(agreement, architecture, prefill_chunk):
+    """Prompts that take several steps to prefill, beside rows that decode already."""
+    tested = engine(architecture, 16, 4, 3, prefill_chunk)
+    chosen = cases(architecture)[:6]
+    for drafter, (_, count) in DRAFTERS.items():
+        draft(tested, architecture, drafter)
+        outputs = tested.generate([c.prompt for c in chosen], SamplingParams(max_new_tokens=count))
+        wants = [c.answer[:count] for c in chosen]
+        compare(agreement, architecture, chosen, outputs, wants, f"chunk {prefill_chunk} {drafter}")
+        if drafter == "oracle":
+            _assert_drafts_accepted(outputs, 5, "context rows of chunked prompts")
+
+
+@pytest.mark.parametrize(
+    "architecture, drafter",
+    [("llama", "oracle"), ("llama", "mixed"), ("llama", "bad"), ("qwen3", "mixed")],
+)
+def test_mixed_parameters_in_one_batch(agreement, architecture, drafter):
+    """Tree, chain and plain rows, own budgets and lengths, in one batch."""
+    tested = engine(architecture, 64, 4, 8)
+    draft(tested, architecture, drafter)
+    chosen = cases(architecture)
+    kinds = [
+        {"speculation": "off"},
+        {"speculation": "chain"},
+        {"budget": 0},
+        {"budget": 1},
+        {"budget": 3},
+        {"budget": 16},
+        {},
+    ]
+    for shift in range(3):
+        limits = [1 + (5 * i + 7 * shift) % KNOWN for i in range(10)]
+        params = [
+            SamplingParams(max_new_tokens=n, **kinds[(i + shift) % len(kinds)])
+            for i, n in enumerate(limits)
+        ]
+        outputs = tested.generate([c.prompt for c in chosen], params)
+        wants = [c.answer[:n] for c, n in zip(chosen, limits, strict=True)]
+        compare(agreement, architecture, chosen, outputs, wants, f"mixed {shift} {drafter}")
+
+
+def test_siblings_are_accepted(agreement):
+    """MIXED trees beat the chain of the same drafter: second choices are accepted."""
+    tested = engine("llama", 16, 4, 3)
+    install(tested, lookup("llama"), SIBLINGS)
+    chosen = [c for c in cases("llama") if len(c.answer) == KNOWN][:3]
+    prompts = [c.prompt for c in chosen]
+    rounds = {}
+    for mode in ("chain", "tree"):
+        outputs = tested.generate(prompts, SamplingParams(max_new_tokens=25, speculation=mode))
+        compare(agreement, "llama", chosen, outputs, [c.answer[:25] for c in chosen], mode)
+        rounds[mode] = sum(output.stats.rounds for output in outputs)
+    assert rounds["tree"] * 2 <= rounds["chain"]
+
+
+def test_requests_join_and_leave(agreement):
+    """Streams opened one by one share a batch of three, and each still gets its own answer."""
+    tested = engine("llama", 7, 4, 3)
+    draft(tested, "llama", "mixed")
+    chosen = cases("llama")
+    open_streams, answers = {}, {i: [] for i in range(len(chosen))}
+    started = 0
+    while started < len(chosen) or open_streams:
+        if started < len(chosen):
+            params = SamplingParams(max_new_tokens=5 + 2 * started)
+            open_streams[started] = tested.stream(chosen[started].prompt, params)
+            started += 1
+        for index, stream in list(open_streams.items()):
+            delta = next(stream, None)
+            if delta is None:
+                del open_streams[index]
+            else:
+                answers[index] += delta.token_ids
+    for index, case in enumerate(chosen):
+        want = case.answer[: 5 + 2 * index]
+        agreement.check(tiny_target("llama"), case.prompt, answers[index], want, f"stream {index}")
