@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fixtures import tiny_drafter, tiny_target
+from fixtures import TINY_EOS, tiny_drafter, tiny_target
 
 from ddtree import Engine
 
@@ -130,6 +130,23 @@ def tiny_engine(architecture: str = "llama", **options: Any) -> Engine:
     return engine
 
 
+@functools.cache
+def tiny_tokenizer() -> Any:
+    """A tokenizer for TINY: one character per id, except "<eos>" (99) and "<end>" (100)."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {chr(ord("!") + i): i for i in range(99)} | {"<eos>": 99, "<end>": 100}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", additional_special_tokens=["<end>"]
+    )
+    fast.chat_template = "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}A"
+    return fast
+
+
 def watch(engine: Engine) -> Engine:
     """Let `check_engines` look after an engine made elsewhere."""
     _OPEN.append(engine)
@@ -177,6 +194,48 @@ def hf_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences])
     last = torch.tensor([len(s) - 1 for s in sequences])
     return hf_model(folder)(ids).logits[torch.arange(len(sequences)), last]
+
+
+KNOWN = 30
+"""Tokens of a case's answer, unless an EOS id ends it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A prompt, and what transformers generate makes of it."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+@functools.cache
+def cases(architecture: str = "llama") -> list[Case]:
+    """Ten cases on TINY that never have the same token at the same position with another future.
+
+    So a stub's lookup by (position, token) is exact. At least two of them end with an EOS id.
+    """
+    generator = torch.Generator().manual_seed(3)
+    picked: list[Case] = []
+    futures: dict[tuple[int, int], tuple[int, ...]] = {}
+    ended = 0
+    while len(picked) < 10:
+        size = int(torch.randint(2, 44, (), generator=generator))
+        prompt = torch.randint(0, 98, (size,), generator=generator).tolist()
+        answer = hf_generate(tiny_target(architecture), prompt, KNOWN)
+        ends = answer[-1] in TINY_EOS
+        spots = {(size + i, token): tuple(answer[i:]) for i, token in enumerate(answer)}
+        clash = any(futures.get(spot, future) != future for spot, future in spots.items())
+        if clash or (ends and len(answer) < 3) or (len(picked) >= 8 and not ends and ended < 2):
+            continue
+        ended += ends
+        futures |= spots
+        picked.append(Case(prompt, answer))
+    return picked
+
+
+def known(architecture: str = "llama") -> Lookup:
+    """What the stubs know of all cases."""
+    return by_anchor([(len(c.prompt), c.prompt + c.answer) for c in cases(architecture)])
 
 
 class Agreement:

@@ -2,20 +2,19 @@
 
 import functools
 import itertools
-from dataclasses import dataclass
 
 import pytest
-import torch
 from fixtures import TINY_EOS, tiny_target
 from stubs import (
     FULL,
+    KNOWN,
     PARTLY,
     SIBLINGS,
     Agreement,
-    by_anchor,
+    cases,
     check_engines,
-    hf_generate,
     install,
+    known,
     tiny_engine,
 )
 
@@ -28,7 +27,6 @@ PROMPTS = {1: 2, 3: 4, 8: 9}
 """Prompts per batch size: more than fit at once, so that some join as others leave."""
 DRAFTERS = {"oracle": (FULL, 14), "mixed": (PARTLY, 12), "bad": (None, 5)}
 """Draft ranks and new tokens: few where hardly any are accepted, for time's sake."""
-KNOWN = 30
 
 
 @pytest.fixture(autouse=True)
@@ -46,42 +44,6 @@ def agreement():
     agreement.close()
 
 
-@dataclass(frozen=True)
-class Case:
-    """A prompt, and what transformers generate makes of it."""
-
-    prompt: list[int]
-    answer: list[int]
-
-
-@functools.cache
-def cases(architecture):
-    """Ten cases that never have the same token at the same position with another future.
-
-    So a stub's lookup by (position, token) is exact. Two of them end with an EOS id.
-    """
-    generator = torch.Generator().manual_seed(3)
-    picked, futures, ended = [], {}, 0
-    while len(picked) < 10:
-        size = int(torch.randint(2, 44, (), generator=generator))
-        prompt = torch.randint(0, 98, (size,), generator=generator).tolist()
-        answer = hf_generate(tiny_target(architecture), prompt, KNOWN)
-        ends = answer[-1] in TINY_EOS
-        spots = {(size + i, token): tuple(answer[i:]) for i, token in enumerate(answer)}
-        clash = any(futures.get(spot, future) != future for spot, future in spots.items())
-        if clash or (ends and len(answer) < 3) or (len(picked) >= 8 and not ends and ended < 2):
-            continue
-        ended += ends
-        futures |= spots
-        picked.append(Case(prompt, answer))
-    return picked
-
-
-def lookup(architecture):
-    """The stubs' knowledge of all cases."""
-    return by_anchor([(len(c.prompt), c.prompt + c.answer) for c in cases(architecture)])
-
-
 @functools.cache
 def engine(architecture, budget, page_size, batch, prefill_chunk=2048):
     return tiny_engine(
@@ -95,7 +57,7 @@ def engine(architecture, budget, page_size, batch, prefill_chunk=2048):
 
 def draft(engine, architecture, drafter):
     ranks = DRAFTERS[drafter][0]
-    install(engine, lookup(architecture) if ranks else None, ranks or FULL)
+    install(engine, known(architecture) if ranks else None, ranks or FULL)
 
 
 def compare(agreement, architecture, chosen, outputs, wants, label):
@@ -206,7 +168,7 @@ def test_mixed_parameters_in_one_batch(agreement, architecture, drafter):
 def test_siblings_are_accepted(agreement):
     """MIXED trees beat the chain of the same drafter: second choices are accepted."""
     tested = engine("llama", 16, 4, 3)
-    install(tested, lookup("llama"), SIBLINGS)
+    install(tested, known("llama"), SIBLINGS)
     chosen = [c for c in cases("llama") if len(c.answer) == KNOWN][:3]
     prompts = [c.prompt for c in chosen]
     rounds = {}
