@@ -184,7 +184,7 @@ class Engine:
             with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
                 while left := self._running(requests):
                     bar.update(len(requests) - left - bar.n)
-                    self._step()
+                    self._step(requests)
                 bar.update(len(requests) - bar.n)
         finally:
             self._cancel(requests)
@@ -310,10 +310,15 @@ class Engine:
     def _running(self, requests: list[Request]) -> int:
         return sum(request.status != FINISHED for request in requests)
 
-    def _step(self) -> None:
-        """One step for everybody; what breaks it ends all requests, but not the engine."""
+    def _step(self, requests: list[Request]) -> None:
+        """One step for everybody, unless another thread's step has just finished `requests`.
+
+        What breaks a step ends all requests, but not the engine.
+        """
         with self._lock:
             self._check_open()
+            if not self._running(requests):
+                return
             try:
                 self._loop.step()
             except BaseException:
@@ -325,16 +330,20 @@ class Engine:
             if not self._closed:
                 self._loop.abort(requests)
 
+    def _take(self, request: Request) -> tuple[str, list[int]]:
+        with self._lock:
+            return request.take()
+
     def _deltas(self, request: Request) -> Iterator[Delta]:
         try:
             self._submit([request])
             while request.status != FINISHED:
-                text, ids = request.take()
+                text, ids = self._take(request)
                 if ids:
                     yield Delta(text, ids)
                 else:
-                    self._step()
-            text, ids = request.take()
+                    self._step([request])
+            text, ids = self._take(request)
             yield Delta(text, ids, request.result())
         finally:
             self._cancel([request])
