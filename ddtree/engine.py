@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,13 +22,10 @@ from ddtree.config.options import (
     split_prompts,
 )
 from ddtree.models.registry import build_drafter, build_target, resolve
-from ddtree.runtime.kv_cache import bytes_per_token, default_num_pages
 from ddtree.runtime.loop import Loop
-from ddtree.runtime.pages import pages_for
 from ddtree.runtime.policy import resolve_budget
 from ddtree.runtime.request import FINISHED, Request, RequestOutput
-from ddtree.runtime.runner import Runner, get_ops
-from ddtree.runtime.scheduler import Scheduler, SchedulerConfig
+from ddtree.runtime.runner import get_ops
 from ddtree.text import Text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,6 +62,8 @@ class Engine:
             `memory_fraction` of the device's memory on CUDA.
         prefill_chunk: prompt tokens per step.
         kernels: "auto" or "torch".
+        cuda_graphs: on CUDA, capture the decode rounds at construction and replay them; False
+            runs the same rounds eagerly. On CPU there is nothing to capture.
         tokenizer: folder, hub id or tokenizer object; default: the target's.
         revision: branch, tag or commit of the target's hub repository.
         local_files_only: take hub files from the local cache only.
@@ -117,42 +117,21 @@ class Engine:
                 f"max_model_len: the target has {limit} positions, got {max_model_len}"
             )
         self.max_model_len = max_model_len or limit
-        block = 1 if self._drafter is None else self._drafter.config.block_size
-        nodes = max(self._budget + 1, block)
-        width = pages_for(self.max_model_len + nodes, page_size)
-        if num_pages is None:
-            token_bytes = sum(
-                bytes_per_token(model.config, model.dtype)
-                for model in (self._target, self._drafter)
-                if model is not None
-            )
-            num_pages = default_num_pages(
-                token_bytes, max_batch_size, width, page_size, memory_fraction, self._device
-            )
-        runner = Runner.build(
+        self._loop = Loop.build(
             self._target,
             self._drafter,
             ops,
+            device=self._device,
+            budget=self._budget,
             max_batch_size=max_batch_size,
+            max_model_len=self.max_model_len,
             page_size=page_size,
             num_pages=num_pages,
-            table_width=width,
-            max_nodes=nodes,
-            num_candidates=max(1, min(self._budget, config.vocab_size)),
-            device=self._device,
+            memory_fraction=memory_fraction,
+            prefill_chunk=prefill_chunk,
+            cuda_graphs=cuda_graphs,
+            progress=partial(tqdm, desc="capturing", unit="graph"),
         )
-        scheduler = Scheduler(
-            SchedulerConfig(
-                max_batch_size=max_batch_size,
-                page_size=page_size,
-                num_pages=num_pages,
-                prefill_chunk=prefill_chunk,
-                block_size=block,
-                table_width=width,
-                width_step=max(1, 32 // page_size),
-            )
-        )
-        self._loop = Loop(scheduler, runner)
         self._lock = threading.RLock()
         self._count = 0
         self._closed = False
@@ -239,25 +218,14 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """The engine's settings as they were resolved."""
         self._check_open()
-        runner, scheduler = self._loop.runner, self._loop.scheduler
-        config = scheduler.config
-        drafter = self._drafter
         return {
             "target": self._target.config.architecture,
-            "draft": None if drafter is None else "DFlashDraftModel",
+            "draft": None if self._drafter is None else "DFlashDraftModel",
             "dtype": str(self._target.dtype).removeprefix("torch."),
             "device": str(self._device),
             "budget": self._budget,
-            "block_size": config.block_size,
-            "max_batch_size": config.max_batch_size,
             "max_model_len": self.max_model_len,
-            "page_size": config.page_size,
-            "num_pages": config.num_pages,
-            "free_pages": scheduler.pages.free,
-            "prefill_chunk": config.prefill_chunk,
-            "preemptions": scheduler.preemptions,
-            "kernels": runner.machine.ops.name,
-            "linear": runner.machine.ops.linear_library or "torch",
+            **self._loop.describe(),
         }
 
     def close(self) -> None:

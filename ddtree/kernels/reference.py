@@ -28,9 +28,18 @@ class PackedLinear:
     changes its summation with the number of rows.
     """
 
+    library: str
+    """``"mkl"`` or ``"mkldnn"`` (oneDNN)."""
     shape: tuple[int, int]
-    product: Callable[[Tensor], Tensor]
-    """`x [..., I]` -> `[..., O]`."""
+    tensors: tuple[Tensor, ...]
+    """The packed weight; for MKL also a view of the plain one's shape, never read."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """`x [..., I]` -> `[..., O]`."""
+        if self.library == "mkl":
+            rows = x.numel() // self.shape[1]
+            return torch.ops.mkl._mkl_linear.default(x, *self.tensors, None, rows)
+        return torch.ops.mkldnn._linear_pointwise.default(x, *self.tensors, None, "none", [], "")
 
 
 @dataclass
@@ -43,6 +52,16 @@ class AttentionPlan:
     """[B, T, S] bool per view: True where the query may see the key."""
     packed: dict[tuple[View, int], Tensor] = field(default_factory=dict)
     """[B, 1, T * G, S] float masks, made by the first layer that needs them."""
+
+    def bias(self, view: View, group: int, dtype: torch.dtype) -> Tensor:
+        """The view's mask `[B, 1, T * G, S]` as a bias, for rows that hold a group's G heads."""
+        bias = self.packed.get((view, group))
+        if bias is None:
+            bias = torch.zeros((), dtype=dtype, device=self.index.device)
+            bias = torch.where(self.masks[view], bias, float("-inf"))[:, None, :, None]
+            bias = bias.expand(-1, -1, -1, group, -1).flatten(2, 3)
+            self.packed[view, group] = bias
+        return bias
 
     @property
     def views(self) -> tuple[View, ...]:
@@ -65,30 +84,19 @@ def _packed_library(device: torch.device) -> str:
 
 
 def _pack(weight: Tensor, library: str) -> PackedLinear:
-    rows, inner = weight.shape
+    shape = (weight.shape[0], weight.shape[1])
     if library == "mkl":
         data = torch.ops.mkl._mkl_reorder_linear_weight(weight, 16)
-        # Only its shape is looked at.
-        origin = weight.new_zeros(1).expand(rows, inner)
-        linear = torch.ops.mkl._mkl_linear.default
-
-        def product(x: Tensor) -> Tensor:
-            return linear(x, data, origin, None, x.numel() // inner)
-
-    else:
-        data = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        pointwise = torch.ops.mkldnn._linear_pointwise.default
-
-        def product(x: Tensor) -> Tensor:
-            return pointwise(x, data, None, "none", [], "")
-
-    return PackedLinear((rows, inner), product)
+        return PackedLinear(library, shape, (data, weight.new_zeros(1).expand(shape)))
+    return PackedLinear(library, shape, (torch.ops.mkldnn._reorder_linear_weight(weight, 16),))
 
 
 class TorchOps:
     """The ops in plain torch. Shapes: `B` rows, `T` tokens, `D` head size, `S` key positions."""
 
     name = "torch"
+    reads_whole_tables = True
+    """Attention looks at all key positions of the block tables it is given, used or not."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -191,23 +199,19 @@ class TorchOps:
         self, q: Tensor, kv_layer: Tensor, plan: AttentionPlan, view: View, scale: float
     ) -> Tensor:
         """Attend from `q [B, T, Hq, D]` to the paged keys of `kv_layer [slots, 2, Hkv, D]`."""
-        batch, tokens, heads, dim = q.shape
-        mask = plan.masks[view]
-        kv_heads = kv_layer.shape[2]
+        # Plain integers also while a layer is being recorded.
+        batch, tokens, heads, dim = (int(size) for size in q.shape)
+        kv_heads = int(kv_layer.shape[2])
         group = heads // kv_heads
         pairs = kv_layer.index_select(0, plan.index).view(batch, -1, 2 * kv_heads, dim)
         k, v = pairs.transpose(1, 2).split(kv_heads, 1)
         if tokens > PACKED_ROWS_MAX:
+            mask = plan.masks[view][:, None]
             out = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k, v, mask[:, None], scale=scale, enable_gqa=group > 1
+                q.transpose(1, 2), k, v, mask, scale=scale, enable_gqa=group > 1
             )
             return out.transpose(1, 2)
-        bias = plan.packed.get((view, group))
-        if bias is None:
-            bias = torch.zeros((), dtype=q.dtype, device=q.device)
-            bias = torch.where(mask, bias, float("-inf"))[:, :, None]
-            bias = bias.expand(-1, -1, group, -1).reshape(batch, 1, tokens * group, -1)
-            plan.packed[view, group] = bias
+        bias = plan.bias(view, group, q.dtype)
         rows = q.view(batch, tokens, kv_heads, group, dim).transpose(1, 2)
         rows = rows.reshape(batch, kv_heads, tokens * group, dim)
         out = F.scaled_dot_product_attention(rows, k, v, bias, scale=scale)

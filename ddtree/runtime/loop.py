@@ -3,19 +3,125 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import torch
+
+from ddtree.runtime.graphs import Progress, graph_keys, make_recorder
+from ddtree.runtime.kv_cache import bytes_per_token, default_num_pages
+from ddtree.runtime.pages import pages_for
+from ddtree.runtime.plan import Buckets
 from ddtree.runtime.request import Request
 from ddtree.runtime.runner import Runner, Ticket
-from ddtree.runtime.scheduler import Scheduler
+from ddtree.runtime.scheduler import Scheduler, SchedulerConfig
 
 
 class Loop:
     """Drives a scheduler and a runner; step k + 1 is launched before step k is read."""
 
+    @classmethod
+    def build(
+        cls,
+        target: Any,
+        drafter: Any | None,
+        ops: Any,
+        *,
+        device: torch.device,
+        budget: int,
+        max_batch_size: int,
+        max_model_len: int,
+        page_size: int,
+        num_pages: int | None,
+        memory_fraction: float,
+        prefill_chunk: int,
+        cuda_graphs: bool,
+        progress: Progress,
+    ) -> Loop:
+        """Size the KV pools, capture the decode rounds, and put scheduler and runner together.
+
+        Args:
+            target, drafter, ops: built models and their kernel set.
+            progress: wraps the keys that are captured, to show a progress bar.
+
+        The other arguments are the engine's own. Where `num_pages` is not given, all rounds are
+        captured once against a pool of one page, so that the pool gets what memory they leave.
+        """
+        block = 1 if drafter is None else drafter.config.block_size
+        nodes = max(budget + 1, block)
+        width = pages_for(max_model_len + nodes, page_size)
+        captures = cuda_graphs and make_recorder(device) is not None
+        buckets, keys = Buckets(), []
+        if captures:
+            narrow = ops.reads_whole_tables
+            buckets = Buckets.make(max_batch_size, budget, block, width, page_size, narrow)
+            keys = graph_keys(buckets, block, page_size, narrow)
+
+        def runner(pages: int) -> Runner:
+            made = Runner.build(
+                target,
+                drafter,
+                ops,
+                max_batch_size=max_batch_size,
+                page_size=page_size,
+                num_pages=pages,
+                table_width=width,
+                max_nodes=nodes,
+                num_candidates=max(1, min(budget, target.config.vocab_size)),
+                device=device,
+                prefill_chunk=prefill_chunk,
+            )
+            recorder = make_recorder(device) if captures else None
+            if recorder is not None:
+                made.capture(buckets, keys, recorder, progress)
+            return made
+
+        if num_pages is None:
+            rehearsal = runner(1) if captures else None
+            models = [target] if drafter is None else [target, drafter]
+            token_bytes = sum(bytes_per_token(model.config, model.dtype) for model in models)
+            num_pages = default_num_pages(
+                token_bytes, max_batch_size, width, page_size, memory_fraction, device
+            )
+            if rehearsal is not None:
+                del rehearsal
+                torch.cuda.empty_cache()
+        scheduler = Scheduler(
+            SchedulerConfig(
+                max_batch_size=max_batch_size,
+                page_size=page_size,
+                num_pages=num_pages,
+                prefill_chunk=prefill_chunk,
+                block_size=block,
+                table_width=width,
+                width_step=max(1, 32 // page_size),
+                buckets=buckets,
+            )
+        )
+        return cls(scheduler, runner(num_pages))
+
     def __init__(self, scheduler: Scheduler, runner: Runner):
         self.scheduler = scheduler
         self.runner = runner
         self._ticket: Ticket | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Settings as they were resolved, and how the decode rounds ran so far."""
+        runner, scheduler = self.runner, self.scheduler
+        config = scheduler.config
+        return {
+            "block_size": config.block_size,
+            "max_batch_size": config.max_batch_size,
+            "page_size": config.page_size,
+            "num_pages": config.num_pages,
+            "free_pages": scheduler.pages.free,
+            "prefill_chunk": config.prefill_chunk,
+            "preemptions": scheduler.preemptions,
+            "kernels": runner.machine.ops.name,
+            "linear": runner.machine.ops.linear_library or "torch",
+            "cuda_graphs": 0 if runner.graphs is None else len(runner.graphs),
+            "replayed_rounds": runner.rounds["replayed"],
+            "eager_rounds": runner.rounds["eager"],
+        }
 
     def step(self) -> None:
         """Launch the next step, if there is one, and collect the one before it."""

@@ -8,6 +8,8 @@ from itertools import pairwise
 
 ROW_RUNNING, ROW_STOPPED, ROW_LENGTH = 0, 1, 2
 """Row status codes of a report: goes on, hit a stop id, hit its token limit."""
+NARROWEST = 512
+"""Tokens of the narrowest block table that rounds are captured with."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,56 @@ class DecodeSpec:
     """N: tree nodes per row, the root included."""
     path_len: int
     """Most tokens that a row can emit in one round: the block size, or 1 when off."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Sizes that captured rounds come in; a round is rounded up to the next ones.
+
+    A dimension without sizes is not rounded.
+    """
+
+    batch: tuple[int, ...] = ()
+    """Rows, padding rows included."""
+    nodes: tuple[int, ...] = ()
+    """N of tree rounds; chain and plain rounds have one size each anyway."""
+    widths: tuple[int, ...] = ()
+    """Block-table widths, in pages."""
+
+    @classmethod
+    def make(
+        cls,
+        max_batch_size: int,
+        budget: int,
+        block_size: int,
+        table_width: int,
+        page_size: int,
+        narrow: bool,
+    ) -> Buckets:
+        """Sizes up to an engine's own.
+
+        Batches are 1, 2, 4, then multiples of 8; nodes powers of two from 4 on, and
+        `budget` + 1; widths, where a narrower table saves work (`narrow`), double from
+        `NARROWEST` tokens on.
+        """
+        batches = (1, 2, 4, *range(8, max_batch_size, 8))
+        most_nodes = max(budget + 1, block_size)
+        widths = _doubling(max(1, NARROWEST // page_size), table_width) if narrow else ()
+        return cls(
+            batch=(*(size for size in batches if size < max_batch_size), max_batch_size),
+            nodes=tuple(sorted({*_doubling(4, most_nodes), budget + 1, most_nodes} - {1})),
+            widths=(*widths, table_width),
+        )
+
+
+def round_up(value: int, sizes: tuple[int, ...]) -> int:
+    """Round `value` up to one of `sizes` (ascending); without sizes it stays as it is."""
+    return next(size for size in sizes if size >= value) if sizes else value
+
+
+def _doubling(first: int, end: int) -> tuple[int, ...]:
+    """`first`, twice that, and so on, below `end`."""
+    return tuple(first << i for i in range(end.bit_length()) if first << i < end)
 
 
 @dataclass(frozen=True)

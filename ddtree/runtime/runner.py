@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ddtree.kernels import get_ops
+from ddtree.runtime.graphs import GraphCache, GraphKey, Progress, Recorder
 from ddtree.runtime.kv_cache import allocate_pool
-from ddtree.runtime.plan import Join, PageEdit, Plan, PrefillChunk, ReportLayout, RowReport
+from ddtree.runtime.plan import Buckets, Plan, PrefillChunk, ReportLayout, RowReport, round_up
+from ddtree.runtime.staging import Ring, Slot, Staging
 from ddtree.runtime.stats import StageTimer
 from ddtree.runtime.step import Machine, decode_step, prefill_step, resume_row, start_row
 from ddtree.state import RowState
@@ -24,9 +27,8 @@ class Ticket:
     """A launched step, to be read once the next one is launched."""
 
     plan: Plan
-    buffer: Tensor
-    """Host buffer that the step's report is copied to."""
-    event: torch.cuda.Event | None
+    report: Slot
+    """Where the step's report is copied to."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
     """Of the decode round, per stage; empty where the host does not wait for the device."""
     busy_seconds: float = 0.0
@@ -36,20 +38,25 @@ class Ticket:
 class Runner:
     """Launches steps without waiting for them.
 
-    Reports alternate between two host buffers: a ticket is valid until the step after the next
-    is launched.
+    A plan goes to the device in one copy, through a ring of two host buffers; reports come back
+    through another: a ticket is valid until the step after the next is launched.
     """
 
-    def __init__(self, machine: Machine, rows: RowState, report_size: int):
+    def __init__(self, machine: Machine, rows: RowState, report_size: int, prefill_chunk: int):
         self.machine = machine
         self.rows = rows
         self.device = rows.length.device
-        self.spare_slot = rows.length.shape[0] - 1
-        pinned = self.device.type == "cuda"
-        self._buffers = [
-            torch.zeros(report_size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)
-        ]
-        self._launched = 0
+        self.spare_slot, width = rows.length.shape[0] - 1, rows.block_table.shape[1]
+        self.buckets = Buckets()
+        self.graphs: GraphCache | None = None
+        self.rounds = {"replayed": 0, "eager": 0}
+        """Decode rounds so far, by how they ran."""
+        self.reports = Ring(report_size, self.device)
+        self.staging = Staging(
+            Staging.capacity(self.spare_slot, self.spare_slot * width, prefill_chunk),
+            width,
+            self.device,
+        )
 
     @classmethod
     def build(
@@ -65,8 +72,9 @@ class Runner:
         max_nodes: int,
         num_candidates: int,
         device: torch.device,
+        prefill_chunk: int = 2048,
     ) -> Runner:
-        """Allocate both KV pools, the device rows and the report buffers.
+        """Allocate both KV pools, the device rows and the host buffers.
 
         Args:
             target, drafter: built models; `drafter` is None for plain decoding only.
@@ -90,47 +98,67 @@ class Runner:
         rows = RowState.allocate(max_batch_size, table_width, device)
         block = 1 if drafter is None else drafter.config.block_size
         report = ReportLayout(block, max(max_nodes, block)).width + 2
-        return cls(machine, rows, max_batch_size * report)
+        return cls(machine, rows, max_batch_size * report, prefill_chunk)
+
+    def capture(
+        self,
+        buckets: Buckets,
+        keys: Sequence[GraphKey],
+        recorder: Recorder,
+        progress: Progress = iter,
+    ) -> None:
+        """Capture the rounds `keys`; from now on they are replayed, padded to `buckets`.
+
+        No step may have been launched yet.
+        """
+        self.buckets = buckets
+        self.graphs = GraphCache(self.machine, self.rows, keys, recorder, progress)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Ticket:
         """Start a step; the report is copied to a host buffer behind it."""
-        self._join(plan.joins)
-        self._edit(plan.edits)
+        ticket = Ticket(plan, self.reports.take())
+        slot_ids = [row.slot for row in plan.rows]
+        if slot_ids:
+            padding = round_up(len(slot_ids), self.buckets.batch) - len(slot_ids)
+            slot_ids += [self.spare_slot] * padding
+        self.execute(ticket, *self.staging.write(plan, slot_ids))
+        return ticket
+
+    def execute(self, ticket: Ticket, staged: Slot, sizes: list[int]) -> None:
+        """Queue a step's device work; nothing of the host's is looked at but the staged copy."""
+        plan = ticket.plan
+        inputs = self.staging.send(staged, sizes)
+        if plan.joins:
+            self._join(inputs.joins)
+        if plan.edits:
+            table = self.rows.block_table.view(-1)
+            table.index_copy_(0, inputs.places, inputs.pages)
         started = time.perf_counter()
-        parts = []
-        for chunk in plan.prefills:
-            first = self._prefill(chunk)
+        firsts = []
+        for chunk, integers in zip(plan.prefills, inputs.chunks, strict=True):
+            first = self._prefill(chunk, integers)
             if first is not None:
-                parts.append(first)
+                firsts.append(first)
         timer = StageTimer(self.device.type == "cpu")
-        if plan.spec is not None:
-            slot_ids = self._integers([row.slot for row in plan.rows])
-            timer.start()
-            report = decode_step(
-                self.machine, self.rows, slot_ids, plan.table_width, plan.spec, timer
-            )
-            parts.append(report.view(-1))
-        busy = time.perf_counter() - started
-        buffer = self._buffers[self._launched % 2]
-        self._launched += 1
-        event = None
-        if parts:
-            flat = torch.cat(parts)
-            buffer[: flat.shape[0]].copy_(flat, non_blocking=True)
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        return Ticket(plan, buffer, event, timer.seconds, busy)
+        report = None if plan.spec is None else self._decode(plan, inputs.slot_ids, timer)
+        ticket.busy_seconds = time.perf_counter() - started
+        ticket.stage_seconds = timer.seconds
+        buffer, offset = ticket.report.buffer, 2 * len(firsts)
+        if firsts:
+            buffer[:offset].copy_(torch.cat(firsts), non_blocking=True)
+        if report is not None:
+            used = plan.layout.width * len(plan.rows)
+            buffer[offset : offset + used].copy_(report[:used], non_blocking=True)
+        ticket.report.record()
 
     def read(self, ticket: Ticket) -> tuple[list[tuple[int, int]], list[RowReport]]:
         """Wait for a step and read it: first tokens (token, status), and one report per row."""
-        if ticket.event is not None:
-            ticket.event.synchronize()
+        ticket.report.wait()
         plan = ticket.plan
         firsts = 2 * sum(chunk.emits for chunk in plan.prefills)
         width = plan.layout.width if plan.spec is not None else 0
-        values = ticket.buffer[: firsts + width * len(plan.rows)].tolist()
+        values = ticket.report.buffer[: firsts + width * len(plan.rows)].tolist()
         pairs = list(zip(values[0:firsts:2], values[1:firsts:2], strict=True))
         reports = [
             plan.layout.parse(values[start : start + width])
@@ -140,33 +168,21 @@ class Runner:
 
     # -- pieces of a step -------------------------------------------------------------------------
 
-    def _integers(self, values: list[int]) -> Tensor:
-        host = torch.tensor(values, dtype=torch.int64)
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
+    def _decode(self, plan: Plan, slot_ids: Tensor, timer: StageTimer) -> Tensor:
+        """Run the decode round of `slot_ids [B]`, captured if it can be; its flat report."""
+        assert plan.spec is not None
+        key = GraphKey(slot_ids.shape[0], plan.table_width, plan.spec)
+        if self.graphs is not None and key in self.graphs:
+            self.rounds["replayed"] += 1
+            return self.graphs.replay(key, slot_ids)
+        self.rounds["eager"] += 1
+        timer.start()
+        report = decode_step(self.machine, self.rows, slot_ids, plan.table_width, plan.spec, timer)
+        return report.view(-1)
 
-    def _join(self, joins: list[Join]) -> None:
+    def _join(self, table: Tensor) -> None:
         """Write the device rows of requests that start or resume; they stay frozen for now."""
-        if not joins:
-            return
-        rows = self.rows
-        stop_width = rows.stop_ids.shape[1]
-        table = self._integers(
-            [
-                value
-                for join in joins
-                for value in (
-                    join.slot,
-                    join.limit,
-                    join.budget,
-                    join.chain,
-                    *join.stop_ids,
-                    *[-1] * (stop_width - len(join.stop_ids)),
-                )
-            ]
-        ).view(len(joins), -1)
-        slots = table[:, 0]
+        rows, slots = self.rows, table[:, 0]
         rows.limit.index_copy_(0, slots, table[:, 1])
         rows.budget.index_copy_(0, slots, table[:, 2])
         rows.chain.index_copy_(0, slots, table[:, 3].bool())
@@ -175,24 +191,17 @@ class Runner:
         rows.length.index_fill_(0, slots, 0)
         rows.block_table.index_fill_(0, slots, 0)
 
-    def _edit(self, edits: list[PageEdit]) -> None:
-        """Write new pages into the block tables, all rows in one go."""
-        if not edits:
-            return
-        width = self.rows.block_table.shape[1]
-        where = [e.slot * width + e.start + i for e in edits for i in range(len(e.pages))]
-        pages = [page for e in edits for page in e.pages]
-        both = self._integers(where + pages).view(2, -1)
-        self.rows.block_table.view(-1).index_copy_(0, both[0], both[1])
+    def _prefill(self, chunk: PrefillChunk, integers: Tensor) -> Tensor | None:
+        """Run one chunk; returns its first token and status when it emits.
 
-    def _prefill(self, chunk: PrefillChunk) -> Tensor | None:
-        """Run one chunk; returns its first token and status when it emits."""
-        slot = self._integers([chunk.slot])
+        integers: [1 + T] its slot, then its tokens.
+        """
+        slot = integers[:1]
         hidden = prefill_step(
             self.machine,
             self.rows,
             slot,
-            self._integers(chunk.tokens)[None],
+            integers[None, 1:],
             chunk.start,
             chunk.table_width,
             chunk.context,

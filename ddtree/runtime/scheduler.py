@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ddtree.runtime.pages import PageAllocator, pages_for
 from ddtree.runtime.plan import (
+    Buckets,
     DecodeRow,
     DecodeSpec,
     Join,
@@ -14,6 +15,7 @@ from ddtree.runtime.plan import (
     Plan,
     PrefillChunk,
     RowReport,
+    round_up,
 )
 from ddtree.runtime.request import FINISHED, PREFILL, RUNNING, WAITING, Request
 
@@ -32,6 +34,8 @@ class SchedulerConfig:
     """Pages of a full block-table row."""
     width_step: int
     """Block-table widths handed to the step are multiples of this many pages."""
+    buckets: Buckets = field(default_factory=Buckets)
+    """Sizes of captured rounds; their widths replace the multiples of `width_step`."""
 
 
 class _NoRoom(Exception):
@@ -70,7 +74,8 @@ class Scheduler:
 
     def scratch(self, request: Request) -> int:
         """KV slots beyond the committed ones that a lone round of this request writes to."""
-        return max(self._nodes(request), self.config.block_size if request.speculates else 1)
+        block = self.config.block_size if request.speculates else 1
+        return max(self._spec([request]).num_nodes, block)
 
     def check(self, request: Request) -> None:
         """Refuse a request that the page pool could not hold even alone.
@@ -158,7 +163,7 @@ class Scheduler:
             prefills=prefills,
             rows=[DecodeRow(r.id, r.epoch, r.slot) for r in rows],
             spec=spec,
-            table_width=self._width(most),
+            table_width=self._round_width(most),
         )
 
     def _goes_on(self, request: Request) -> bool:
@@ -173,8 +178,10 @@ class Scheduler:
         nodes = max(self._nodes(r) for r in rows)
         if nodes == 1:
             return DecodeSpec("off", 1, 1)
-        mode = "chain" if all(r.chain for r in rows) else "tree"
-        return DecodeSpec(mode, nodes, self.config.block_size)
+        if all(r.chain for r in rows):
+            return DecodeSpec("chain", nodes, self.config.block_size)
+        nodes = round_up(nodes, self.config.buckets.nodes)
+        return DecodeSpec("tree", nodes, self.config.block_size)
 
     def _reach(self, request: Request, nodes: int) -> int:
         """Slots that a round launched now may touch: what is committed by then, and scratch."""
@@ -186,6 +193,12 @@ class Scheduler:
         step = self.config.width_step
         pages = pages_for(max(tokens, 1), self.config.page_size)
         return min(-(-pages // step) * step, self.config.table_width)
+
+    def _round_width(self, tokens: int) -> int:
+        """As `_width`, for a decode round."""
+        pages = pages_for(max(tokens, 1), self.config.page_size)
+        widths = self.config.buckets.widths
+        return round_up(pages, widths) if widths else self._width(tokens)
 
     def _reserve(self, rows: list[Request]) -> None:
         """Give every row the pages that the next round may need, oldest first.
