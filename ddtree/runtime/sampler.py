@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddtree.kernels.sampling import (
+    Adjustments,
+    Filters,
+    filter_logits,
+    perturb_nodes,
+    process_logits,
+    token_logprobs,
+)
+from ddtree.tree.build import Tree
+from ddtree.tree.noise import gumbel
+
 CHUNK_LOGITS = 1 << 25
 """Logits held at once: 128 MiB in float32."""
+CPU_BLOCK_LOGITS = 1 << 16
+"""Logits filtered and perturbed at once on CPU: with the integers that go with them they stay in
+the cache. Elsewhere it is an eighth of a chunk, which those integers then fill again."""
+
+
+@dataclass
+class Sampling:
+    """Sampling parameters of the B rows of a step.
+
+    What no row of the step uses is None: that much is decided by the plan, never by the data, and
+    a row's tokens do not depend on it.
+    """
+
+    filters: Filters
+    adjustments: Adjustments | None = None
 
 
 def choose(target: Any, ops: Any, hidden: Tensor) -> Tensor:
@@ -19,3 +47,117 @@ def choose(target: Any, ops: Any, hidden: Tensor) -> Tensor:
     parts = [ops.argmax(target.logits(part)) for part in rows.split(step)]
     chosen = parts[0] if len(parts) == 1 else torch.cat(parts)
     return chosen.view(batch, tokens)
+
+
+def scaled_noise(
+    seeds: Tensor, temperature: Tensor, length: Tensor, count: int, vocab_size: int
+) -> Tensor:
+    """Noise of the `count` positions after `length`, times the temperature: [B, P, V] float32.
+
+    seeds, length: [B] int64.
+    temperature:   [B] float32; a greedy row's noise is 0.
+    count:         P: L + 1 for a round, of which candidates use the first L; 1 after a prefill of
+                   `length + 1` tokens.
+
+    Row d belongs to position `length + d + 1`: to the token that a node at depth d chooses, and to
+    the candidates at depth d + 1. One evaluation serves both.
+    """
+    order = torch.arange(1, count + 1, device=length.device)
+    noise = gumbel(seeds, length.unsqueeze(1) + order, 0, vocab_size)
+    return noise.mul_(temperature[:, None, None])
+
+
+def choose_nodes(
+    target: Any,
+    ops: Any,
+    hidden: Tensor,
+    noise: Tensor,
+    sampling: Sampling,
+    depths: Tensor,
+    positions: Tensor,
+    paths: Tensor | None = None,
+) -> Tensor:
+    """The target's sampled token after every node of `hidden [B, N, H]` -> `[B, N]` int64.
+
+    noise:     [B, P, V] float32, see `scaled_noise`.
+    depths:    [B, N] int64, each less than P.
+    positions: [B, N] int64 absolute position of the token that a node chooses: one more than its
+               own.
+    paths:     [B, N, L] int64, see `path_tokens`; needed with penalties only.
+
+    A row at temperature 0 gets what `choose` gives, except for its own adjustments.
+    """
+    batch, nodes, _ = hidden.shape
+    vocab = target.config.vocab_size
+    block = CPU_BLOCK_LOGITS if hidden.device.type == "cpu" else CHUNK_LOGITS // 8
+    parts = []
+    for outer in _blocks(batch, nodes, vocab, CHUNK_LOGITS):
+        chunk = target.logits(hidden[outer])
+        for inner in _blocks(*chunk.shape[:2], vocab, block):
+            rows, columns = (_inside(whole, part) for whole, part in zip(outer, inner, strict=True))
+            part, logits = _take_rows(sampling, rows), chunk[inner]
+            if part.adjustments is not None:
+                path = None if paths is None else paths[rows, columns]
+                process_logits(logits, positions[rows, columns], path, part.adjustments)
+            filter_logits(logits, part.filters)
+            scores = perturb_nodes(logits, noise[rows], depths[rows, columns])
+            parts.append(ops.argmax(scores).view(-1))
+    chosen = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return chosen.view(batch, nodes)
+
+
+def path_tokens(tree: Tree, max_depth: int) -> Tensor:
+    """Tokens from each node up to the root, without the root's, padded with -1: [B, N, L] int64."""
+    names = tree.tokens.clone()
+    names[:, 0] = -1
+    node = torch.arange(names.shape[1], device=names.device).expand_as(names)
+    tokens = []
+    for _ in range(max_depth):
+        tokens.append(names.gather(1, node))
+        node = tree.parents.gather(1, node)
+    return torch.stack(tokens, 2)
+
+
+def path_logprobs(
+    target: Any, hidden: Tensor, chosen: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities along the accepted path, under the target's raw distribution.
+
+    hidden: [B, D, H] hidden states of the path's nodes.
+    chosen: [B, D] int64 tokens chosen after them.
+    count:  n, how many of the most likely tokens to name as well.
+
+    Returns logprobs [B, D] of the chosen, and ids and logprobs [B, D, n] of the most likely. Logits
+    are computed again for these rows: keeping those of all nodes would cost more memory than that.
+    """
+    batch, length, _ = hidden.shape
+    step = max(1, CHUNK_LOGITS // target.config.vocab_size)
+    rows = zip(hidden.flatten(0, 1).split(step), chosen.flatten().split(step), strict=True)
+    parts = [token_logprobs(target.logits(states), tokens, count) for states, tokens in rows]
+    own, ids, best = (torch.cat(part) for part in zip(*parts, strict=True))
+    shape = (batch, length, count)
+    return own.view(batch, length), ids.view(shape), best.view(shape)
+
+
+def _blocks(batch: int, nodes: int, vocab: int, limit: int) -> Iterator[tuple[slice, slice]]:
+    """Divide [B, N] into blocks of at most `limit / V` nodes: whole rows, or parts of one."""
+    room = max(1, limit // vocab)
+    for row in range(0, batch, max(1, room // nodes)):
+        rows = slice(row, min(batch, row + max(1, room // nodes)))
+        for node in range(0, nodes, room):
+            yield rows, slice(node, min(nodes, node + room))
+
+
+def _inside(whole: slice, part: slice) -> slice:
+    return slice(whole.start + part.start, whole.start + part.stop)
+
+
+def _take_rows(sampling: Sampling, rows: slice) -> Sampling:
+    """The parameters of some rows: all tensors, at whatever level, are cut alike."""
+
+    def cut(value: Any) -> Any:
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{f.name: cut(getattr(value, f.name)) for f in fields(value)})
+        return value[rows] if isinstance(value, Tensor) else value
+
+    return cut(sampling)
