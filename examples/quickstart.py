@@ -48,36 +48,36 @@ def answer(engine: Engine, question: str, max_new_tokens: int) -> None:
 
 
 def compare(engine: Engine, questions, max_new_tokens: int, repeats: int) -> list[dict]:
-    """Decode every question in every mode, interleaved, and return a row for each mode.
+    """Answer every question in every mode, interleaved, and return a row for each mode.
 
     Tokens and seconds leave out each answer's first token, which comes from the prompt's own
-    forward pass. The speed-up is the median over the repeats of plain seconds / mode seconds.
+    forward pass. The speed-up is the median, over all answers, of plain seconds / mode seconds.
     """
     prompts = [chat_ids(engine, question) for question in questions]
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    outputs: dict[str, list] = {}
-    with tqdm(desc="Measuring off, chain and tree", total=repeats * len(MODES)) as bar:
+    outputs: dict[str, list] = {mode: [] for mode in MODES}
+    total = repeats * len(prompts) * len(MODES)
+    with tqdm(desc="Measuring off, chain and tree", total=total, unit=" answers") as bar:
         for repeat in range(repeats):
             if repeat and bar.format_dict["elapsed"] > PATIENCE:
                 break
-            for mode in MODES:
-                params = SamplingParams(max_new_tokens=max_new_tokens, speculation=mode)
-                outputs[mode] = [engine.generate(prompt, params)[0] for prompt in prompts]
-                seconds[mode].append(sum(o.stats.decode_seconds for o in outputs[mode]))
-                bar.update()
-    plain = [output.token_ids for output in outputs["off"]]
+            for prompt in prompts:
+                for mode in MODES:
+                    params = SamplingParams(max_new_tokens=max_new_tokens, speculation=mode)
+                    outputs[mode] += engine.generate(prompt, params)
+                    bar.update()
+    plain = outputs["off"]
     rows = []
     for mode in MODES:
-        rounds = sum(output.stats.rounds for output in outputs[mode])
-        tokens = sum(len(output.token_ids) - 1 for output in outputs[mode])
-        ratios = [off / own for off, own in zip(seconds["off"], seconds[mode]) if own > 0]
+        own = outputs[mode]
+        rounds = sum(output.stats.rounds for output in own)
+        pairs = [(a.stats.decode_seconds, b.stats.decode_seconds) for a, b in zip(plain, own)]
         rows.append(
             {
                 "mode": mode,
-                "tokens per round": tokens / rounds if rounds else 0.0,
-                "tokens/s": tokens / median(seconds[mode]) if rounds else 0.0,
-                "speedup": median(ratios) if ratios else 1.0,
-                "identical": [output.token_ids for output in outputs[mode]] == plain,
+                "tokens per round": sum(len(o.token_ids) - 1 for o in own) / max(1, rounds),
+                "tokens/s": median(output.stats.tokens_per_second for output in own),
+                "speedup": median(a / b if b else 1.0 for a, b in pairs),
+                "identical": [o.token_ids for o in own] == [o.token_ids for o in plain],
             }
         )
     return rows
@@ -102,7 +102,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", help="folder or hub id of a DFlash drafter made for it")
     parser.add_argument("--budget", type=int, help="tree nodes below the root (default: auto)")
     parser.add_argument("--max-new-tokens", type=int, default=48, help="for each answer")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each mode")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each answer")
     parser.add_argument(
         "--threads",
         type=int,

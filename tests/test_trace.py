@@ -207,6 +207,13 @@ def test_a_stripped_leading_space_is_shown():
     assert [box.text for box in boxes] == ["·a", "b"]
 
 
+def test_wide_characters_get_wide_boxes():
+    trace = Round([0, 1], [-1, 0], [0.0, 0.0], [0, 1], [1, 0])
+    boxes, _ = read(draw_tree(trace, Tokens(["日本", "nihon"])))
+    widths = [box.right - box.left for box in boxes]
+    assert 4 * 7.3 < widths[0] < widths[1]
+
+
 def test_a_notebook_gets_a_picture():
     drawing = draw_tree(Round([5], [-1], [0.0], [0], [6]))
     assert drawing._repr_svg_() == drawing
