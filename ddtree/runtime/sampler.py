@@ -22,7 +22,7 @@ from ddtree.tree.noise import gumbel
 
 CHUNK_LOGITS = 1 << 25
 """Logits held at once: 128 MiB in float32."""
-CPU_BLOCK_LOGITS = 1 << 16
+CPU_BLOCK_LOGITS = 1 << 18
 """Logits filtered and perturbed at once on CPU: with the integers that go with them they stay in
 the cache. Elsewhere it is an eighth of a chunk, which those integers then fill again."""
 
@@ -93,7 +93,7 @@ def choose_nodes(
     parts = []
     for outer in _blocks(batch, nodes, vocab, CHUNK_LOGITS):
         chunk = target.logits(hidden[outer])
-        for inner in _blocks(*chunk.shape[:2], vocab, block):
+        for inner in _blocks(chunk.shape[0], chunk.shape[1], vocab, block):
             rows, columns = (_inside(whole, part) for whole, part in zip(outer, inner, strict=True))
             part, logits = _take_rows(sampling, rows), chunk[inner]
             if part.adjustments is not None:
