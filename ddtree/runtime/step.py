@@ -137,7 +137,7 @@ def _draft_tree(
     timer.mark("draft")
     # A chain row keeps the first candidate of each depth, at no cost in score.
     spine = torch.full_like(weights, float("-inf"))
-    spine[:, :, 0] = 0.0
+    spine[:, :, 0].fill_(0.0)
     weights = torch.where(row.chain[:, None, None], spine, weights)
     return build_tree(row.anchor, ids, weights, spec.num_nodes, row.budget)
 

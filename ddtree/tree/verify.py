@@ -31,7 +31,7 @@ def accept(tree: Tree, chosen: Tensor, max_depth: int) -> Path:
     """
     batch, num_nodes = chosen.shape
     wrong = tree.tokens.ne(chosen.gather(1, tree.parents)) | ~tree.valid
-    wrong[:, 0] = False
+    wrong[:, 0].fill_(False)
     own = self_words(num_nodes, chosen.device)
     # Bits are distinct, so adding them up is joining them.
     wrong_words = (wrong.unsqueeze(2) * own).sum(1, keepdim=True)
