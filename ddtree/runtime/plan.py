@@ -70,8 +70,8 @@ def round_up(value: int, sizes: tuple[int, ...]) -> int:
 
 
 def _doubling(first: int, end: int) -> tuple[int, ...]:
-    """`first`, twice that, and so on, below `end`."""
-    return tuple(first << i for i in range(end.bit_length()) if first << i < end)
+    """`first`, twice that, and so on, as long as `end` is well above."""
+    return tuple(first << i for i in range(end.bit_length()) if 4 * (first << i) <= 3 * end)
 
 
 @dataclass(frozen=True)
