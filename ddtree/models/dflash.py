@@ -40,7 +40,7 @@ class DFlash(nn.Module):
         self.fc = Linear(ops, len(config.target_layer_ids) * hidden, {"fc": hidden})
         self.hidden_norm = RMSNorm(ops, hidden, config.rms_norm_eps)
         self.layers = [DecoderLayer(config, ops) for _ in range(config.num_layers)]
-        self.run_layer = TracedLayers(self.layers, config, ops)
+        self.traced = TracedLayers(self.layers, config, ops)
         self.norm = RMSNorm(ops, hidden, config.rms_norm_eps)
         # The k and v weights of all layers once more, stacked: context rows need no queries, and
         # one matmul instead of two per layer is worth the copy.
@@ -92,8 +92,9 @@ class DFlash(nn.Module):
         if self.config.input_embedding_scale != 1.0:
             x = x * self.config.input_embedding_scale
         cos, sin = self.rope(state.positions)
+        run = {view: self.traced.begin(x, cos, sin, state, view) for view in self.views}
         for index, view in enumerate(self.config.layer_views):
-            x = self.run_layer(index, x, cos, sin, state, kv[index], view)
+            x = run[view](index, x, kv[index])
         return self.norm(x)
 
     def write_context(self, features: Tensor, positions: Tensor, slots: Tensor, kv: Tensor) -> None:

@@ -36,7 +36,7 @@ class Llama(nn.Module):
         self.embedding: Any = None
         self.head = Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
         self.layers = [DecoderLayer(config, ops) for _ in range(config.num_layers)]
-        self.run_layer = TracedLayers(self.layers, config, ops)
+        self.traced = TracedLayers(self.layers, config, ops)
         self.norm = RMSNorm(ops, config.hidden_size, config.rms_norm_eps)
         num_positions = num_positions or config.max_position_embeddings + ROPE_MARGIN
         self.rope = Rope(config.rope, config.head_dim, num_positions, device)
@@ -92,8 +92,9 @@ class Llama(nn.Module):
         cos, sin = self.rope(state.positions)
         x = self.embed(tokens)
         tapped = {}
+        run_layer = self.traced.begin(x, cos, sin, state, view)
         for index in range(len(self.layers)):
-            x = self.run_layer(index, x, cos, sin, state, kv[index], view)
+            x = run_layer(index, x, kv[index])
             if index in taps:
                 tapped[index] = x
         features = torch.cat([tapped[index] for index in taps], dim=-1) if taps else None

@@ -41,44 +41,53 @@ class TracedLayers:
         self._seen: Counter[Any] = Counter()
         self._weights: list[list[Tensor]] = []
 
-    def __call__(
-        self,
-        index: int,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        state: StepState,
-        kv_layer: Tensor,
-        view: View,
-    ) -> Tensor:
-        """As `self.layers[index](x, cos, sin, state, kv_layer, view)`."""
-        if x.shape[1] > PACKED_ROWS_MAX or not self._records:
+    def begin(
+        self, x: Tensor, cos: Tensor, sin: Tensor, state: StepState, view: View
+    ) -> Callable[[int, Tensor, Tensor], Tensor]:
+        """Prepare a forward of `x [B, T, H]` through layers that all look by `view`.
+
+        Returns a function (layer index, x, kv_layer) -> x after that layer.
+        """
+
+        def eager(index: int, x: Tensor, kv_layer: Tensor) -> Tensor:
             return self.layers[index](x, cos, sin, state, kv_layer, view)
-        if not self._weights:
-            self._weights = [_tensors(layer) for layer in self.layers]
-        bias = state.plan.bias(view, self._group, x.dtype)
-        shared = (x, cos, sin, state.slots, state.plan.index, bias, kv_layer)
+
+        if x.shape[1] > PACKED_ROWS_MAX or not self._records:
+            return eager
         key = (x.shape, view)
         recording = self._recordings.get(key)
+        bias = state.plan.bias(view, self._group, x.dtype)
+        shared = (cos, sin, state.slots, state.plan.index, bias)
         if recording is None:
-            self._seen[key] += index == 0
+            self._seen[key] += 1
             if self._seen[key] < WORTH_RECORDING or len(self._recordings) == MAX_RECORDINGS:
-                return self.layers[index](x, cos, sin, state, kv_layer, view)
-            recording = self._record(index, view, shared)
-            self._recordings[key] = recording
-        return recording(*shared, *self._weights[index])
+                return eager
+            self._weights = self._weights or [_tensors(layer) for layer in self.layers]
+
+            def record(index: int, x: Tensor, kv_layer: Tensor) -> Tensor:
+                if key not in self._recordings:
+                    self._recordings[key] = self._record(index, view, (x, kv_layer, *shared))
+                return self._recordings[key](x, kv_layer, *shared, *self._weights[index])
+
+            return record
+        weights = self._weights
+
+        def replay(index: int, x: Tensor, kv_layer: Tensor) -> Tensor:
+            return recording(x, kv_layer, *shared, *weights[index])
+
+        return replay
 
     def _record(self, index: int, view: View, shared: tuple[Tensor, ...]) -> Recording:
         """Record a layer for the shape of `shared`; the recorder runs it once for that."""
 
         def run(
             x: Tensor,
+            kv_layer: Tensor,
             cos: Tensor,
             sin: Tensor,
             slots: Tensor,
             keys: Tensor,
             bias: Tensor,
-            kv_layer: Tensor,
             *weights: Tensor,
         ) -> Tensor:
             _bind(self._template, self.layers[index], list(weights))
@@ -105,7 +114,8 @@ def _tensors(layer: DecoderLayer) -> list[Tensor]:
     tensors: list[Tensor] = []
     for part in _parts(layer):
         weight = part.weight
-        tensors += weight.tensors if isinstance(weight, PackedLinear) else (weight,)
+        # What follows the packed weight is only a shape, and can be recorded as a constant.
+        tensors.append(weight.tensors[0] if isinstance(weight, PackedLinear) else weight)
         if isinstance(part, Linear) and part.bias is not None:
             tensors.append(part.bias)
     return tensors
@@ -115,11 +125,8 @@ def _bind(template: DecoderLayer, like: DecoderLayer, tensors: list[Tensor]) -> 
     """Give `template` the `tensors` in place of those of `like`."""
     for part, model in zip(_parts(template), _parts(like), strict=True):
         weight = model.weight
+        part.weight = tensors.pop(0)
         if isinstance(weight, PackedLinear):
-            count = len(weight.tensors)
-            part.weight = replace(weight, tensors=tuple(tensors[:count]))
-            del tensors[:count]
-        else:
-            part.weight = tensors.pop(0)
+            part.weight = replace(weight, tensors=(part.weight, *weight.tensors[1:]))
         if isinstance(part, Linear) and isinstance(model, Linear) and model.bias is not None:
             part.bias = tensors.pop(0)

@@ -93,7 +93,7 @@ class Loop:
                 prefill_chunk=prefill_chunk,
                 block_size=block,
                 table_width=width,
-                width_step=max(1, 32 // page_size),
+                width_step=max(1, 16 // page_size),
                 buckets=buckets,
             )
         )

@@ -113,18 +113,19 @@ def chain_tree(anchor: Tensor, ids: Tensor) -> Tree:
     anchor: [B] int64.
     ids:    [B, L] int64, one token per depth.
 
-    Every node is valid and has rank 0 and score 0, whatever the drafter thought of it.
+    Every node is valid and has rank 0 and score 0, whatever the drafter thought of it. All but
+    the tokens are constants, shared by every chain of this length: not to be written to.
     """
     batch, depth = ids.shape
-    parents, depths, words = _chain(depth + 1, ids.device)
+    parents, depths, words, ranks, scores, valid = _chain(depth + 1, ids.device)
     return Tree(
         tokens=torch.cat([anchor.unsqueeze(1), ids], 1),
-        parents=parents.repeat(batch, 1),
-        depths=depths.repeat(batch, 1),
-        ranks=ids.new_zeros(batch, depth + 1),
-        scores=torch.zeros(batch, depth + 1, device=ids.device),
-        valid=torch.ones(batch, depth + 1, dtype=torch.bool, device=ids.device),
-        words=words.repeat(batch, 1, 1),
+        parents=parents.expand(batch, -1),
+        depths=depths.expand(batch, -1),
+        ranks=ranks.expand(batch, -1),
+        scores=scores.expand(batch, -1),
+        valid=valid.expand(batch, -1),
+        words=words.expand(batch, -1, -1),
     )
 
 
@@ -155,11 +156,13 @@ def self_words(num_nodes: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _chain(num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _chain(num_nodes: int, device: torch.device) -> tuple[Tensor, ...]:
     depths = torch.arange(num_nodes, device=device)
     own = self_words(num_nodes, device)
     # Bits are distinct, so adding them up is joining them.
-    return (depths - 1).clamp_(min=0), depths, own.cumsum(0)
+    parents, words = (depths - 1).clamp_(min=0), own.cumsum(0)
+    scores = torch.zeros(num_nodes, device=device)
+    return parents, depths, words, torch.zeros_like(depths), scores, scores == 0
 
 
 @dataclass
