@@ -106,17 +106,26 @@ class Scheduler:
             self._finish(request)
 
     def abort_all(self) -> None:
-        """Drop every request."""
+        """Drop every request, and count pages and slots anew.
+
+        An interruption may come between any two lines, with a page in nobody's hands.
+        """
+        self.pages = PageAllocator(self.config.num_pages, self.config.page_size)
+        self._slots = list(range(self.config.max_batch_size - 1, -1, -1))
+        self._waiting.clear()
+        self._active.clear()
+        self._edits.clear()
         for request in list(self._by_id.values()):
-            self.abort(request)
+            request.finish()
+        self._by_id.clear()
 
     def _finish(self, request: Request) -> None:
         if request.status != WAITING:
             self._leave(request)
         elif request in self._waiting:
             self._waiting.remove(request)
-        self._by_id.pop(request.id, None)
         request.finish()
+        self._by_id.pop(request.id, None)
 
     def _leave(self, request: Request) -> None:
         """Take a request out of the batch and free what it holds.
