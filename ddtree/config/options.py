@@ -97,16 +97,16 @@ def split_prompts(prompts: Any) -> tuple[list[Prompt], list[str]]:
     """
     if isinstance(prompts, str):
         return [prompts], ["prompts"]
-    if not isinstance(prompts, Sequence):
+    if not _is_list(prompts):
         raise ValueError(
             "prompts: expected a string, a list of token ids, or a list of those, "
             f"got {type(prompts).__name__}"
         )
-    if prompts and not any(isinstance(p, (str, Sequence)) for p in prompts):
+    if prompts and not any(isinstance(p, Sequence) for p in prompts):
         return [list(prompts)], ["prompts"]
     names = [f"prompts[{i}]" for i in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
-        if not isinstance(prompt, (str, Sequence)):
+        if not isinstance(prompt, str) and not _is_list(prompt):
             raise ValueError(f"{name}: expected a string or token ids, got {prompt!r}")
     return [p if isinstance(p, str) else list(p) for p in prompts], names
 
@@ -126,6 +126,11 @@ def split_params(params: Any, count: int) -> list[SamplingParams]:
     if len(params) != count:
         raise ValueError(f"params: there are {count} prompts, but {len(params)} SamplingParams")
     return list(params)
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it may be a list of ids or of prompts; bytes are neither, though a sequence."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def _positive(name: str, value: Any) -> None:
