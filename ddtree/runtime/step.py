@@ -84,11 +84,11 @@ def decode_step(
     timer.mark("verify")
 
     path = (accept if spec.mode == "tree" else accept_chain)(tree, chosen, block - 1)
-    emitted = chosen.gather(1, path.nodes)
+    emitted = chosen.gather(1, path.nodes) if speculate else chosen
     count, status = _finish(row, emitted, path.count)
     if speculate:
         _commit(machine, spec, scratch, scratch_positions, path.nodes, count, features)
-    last = emitted.gather(1, (count - 1).clamp_min(0)[:, None])[:, 0]
+    last = emitted.gather(1, (count - 1).clamp_min(0)[:, None])[:, 0] if speculate else chosen[:, 0]
     rows.length.index_copy_(0, slot_ids, row.length + count)
     rows.anchor.index_copy_(0, slot_ids, torch.where(count > 0, last, row.anchor))
     rows.done.index_copy_(0, slot_ids, row.done | (status != ROW_RUNNING))

@@ -50,6 +50,8 @@ def accept_chain(tree: Tree, chosen: Tensor, max_depth: int) -> Path:
     """
     batch, num_nodes = chosen.shape
     assert num_nodes == max_depth + 1
+    if max_depth == 0:
+        return Path(nodes=tree.parents, count=tree.parents[:, 0] + 1)
     right = tree.tokens[:, 1:].eq(chosen[:, :-1])
     nodes = torch.arange(num_nodes, device=chosen.device).expand(batch, num_nodes)
     return Path(nodes=nodes, count=1 + right.cumprod(1).sum(1))
