@@ -40,7 +40,9 @@ class TrainOptions:
     clip: float = 1.0
     ema: float = 0.998
     gamma: float = 2.5  # loss weight of depth d is exp(-(d - 1) / gamma)
-    distill: float = 0.5  # share of distillation at greedy sequences; sampled ones get only it
+    distill: float = 0.5  # share of distillation at depth 1 of greedy sequences
+    distill_fall: float = 0.5  # and how that share falls per depth
+    sampled_fall: float = 0.4  # how the weight of sampled sequences falls per depth
     negatives: int = 1024
     common: int = 2048
     reach: tuple[int, ...] = ()  # context windows of the first stages, then everything
@@ -182,13 +184,18 @@ class Trainer:
             embeddings = self.target.embedding[batch.blocks]
         hidden = self.model(embeddings, batch.features, batch.positions, self.reach())
         hidden = hidden[:, :, 1:]
-        distill = torch.where(batch.greedy, self.options.distill, min(1, self.options.distill * 2))
-        share = distill[:, None, None].expand(batch.labels.shape)
+        o = self.options
+        depth = torch.arange(batch.labels.shape[-1], device=batch.labels.device)
+        greedy = batch.greedy[:, None, None]
+        # What a sampled answer says about a greedy one is the target's distribution at its places,
+        # and less and less of that with depth: its own tokens are between.
+        share = torch.where(greedy, o.distill * o.distill_fall**depth, 1.0).expand_as(batch.labels)
+        weights = batch.weights * torch.where(greedy, 1.0, o.sampled_fall**depth)
         return block_loss(
             hidden.flatten(0, 2),
-            batch.teacher.flatten(0, 2) if self.options.distill else None,
+            batch.teacher.flatten(0, 2) if o.distill else None,
             batch.labels.flatten(),
-            batch.weights.flatten(),
+            weights.flatten(),
             share.flatten(),
             self.head,
             generator,
