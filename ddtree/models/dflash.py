@@ -92,9 +92,7 @@ class DFlash(nn.Module):
         if self.config.input_embedding_scale != 1.0:
             x = x * self.config.input_embedding_scale
         cos, sin = self.rope(state.positions)
-        run = {view: self.traced.begin(x, cos, sin, state, view) for view in self.views}
-        for index, view in enumerate(self.config.layer_views):
-            x = run[view](index, x, kv[index])
+        x, _ = self.traced.run(x, cos, sin, state, kv, self.config.layer_views)
         return self.norm(x)
 
     def write_context(self, features: Tensor, positions: Tensor, slots: Tensor, kv: Tensor) -> None:

@@ -91,13 +91,9 @@ class Llama(nn.Module):
         (view,) = state.plan.views
         cos, sin = self.rope(state.positions)
         x = self.embed(tokens)
-        tapped = {}
-        run_layer = self.traced.begin(x, cos, sin, state, view)
-        for index in range(len(self.layers)):
-            x = run_layer(index, x, kv[index])
-            if index in taps:
-                tapped[index] = x
-        features = torch.cat([tapped[index] for index in taps], dim=-1) if taps else None
+        views = (view,) * len(self.layers)
+        x, tapped = self.traced.run(x, cos, sin, state, kv, views, taps)
+        features = torch.cat(tapped, dim=-1) if taps else None
         return self.norm(x), features
 
     def logits(self, hidden: Tensor) -> Tensor:

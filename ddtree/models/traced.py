@@ -19,86 +19,114 @@ from ddtree.state import StepState
 Recording = Callable[..., Tensor]
 MAX_RECORDINGS = 256
 """Shapes that recordings are kept for; further ones run eagerly."""
+MAX_GROUP = 6
+"""Most layers in one recording."""
 WORTH_RECORDING = 3
 """Forwards of a shape before it is recorded: prompts rarely have the same length twice."""
 
 
 class TracedLayers:
-    """Decoder layers with one recording per input shape, shared by all layers.
+    """Decoder layers, run in groups of which one recording per input shape is kept.
 
-    The recording takes the layer's weights as inputs. On CPU, in float32, a small model's step
-    spends a third of its time between the matmuls; replaying a recording halves that. Anything
-    else (other devices, long prefill chunks, a torch without `torch.jit.trace`) runs the layer as
-    it is: the ops and their order are the same.
+    The recording takes a group's weights as inputs, so all groups share it. On CPU, in float32, a
+    small model's step spends a third of its time between the matmuls; replaying halves that.
+    Anything else (other devices, long prefill chunks, a torch without `torch.jit.trace`) runs
+    the layers as they are: the ops and their order are the same.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], config: LayerConfig, ops: TorchOps):
         self.layers = layers
         self._group = config.num_heads // config.num_kv_heads
-        self._template = DecoderLayer(config, ops)
+        count = len(layers)
+        self._size = max(size for size in range(1, MAX_GROUP + 1) if count % size == 0)
+        self._templates = [DecoderLayer(config, ops) for _ in range(self._size)]
         self._records = bool(ops.linear_library) and hasattr(torch.jit, "trace")
         self._recordings: dict[Any, Recording] = {}
         self._seen: Counter[Any] = Counter()
         self._weights: list[list[Tensor]] = []
 
-    def begin(
-        self, x: Tensor, cos: Tensor, sin: Tensor, state: StepState, view: View
-    ) -> Callable[[int, Tensor, Tensor], Tensor]:
-        """Prepare a forward of `x [B, T, H]` through layers that all look by `view`.
+    def run(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        state: StepState,
+        kv: Tensor,
+        views: tuple[View, ...],
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run all layers on the residual stream `x [B, T, H]`.
 
-        Returns a function (layer index, x, kv_layer) -> x after that layer.
+        Args:
+            kv: [layers, slots, 2, Hkv, D].
+            views: one per layer.
+            taps: layers after which the stream is wanted, too.
+
+        Returns:
+            The stream after the last layer, and after each of `taps`.
         """
+        tapped = {}
+        if not self._worth_replaying(x, views):
+            for index, layer in enumerate(self.layers):
+                x = layer(x, cos, sin, state, kv[index], views[index])
+                if index in taps:
+                    tapped[index] = x
+            return x, [tapped[index] for index in taps]
+        bias = {view: state.plan.bias(view, self._group, x.dtype) for view in set(views)}
+        for number, start in enumerate(range(0, len(self.layers), self._size)):
+            group = slice(start, start + self._size)
+            masks = [bias[view] for view in views[group]]
+            inputs = (x, kv[group], cos, sin, state.slots, state.plan.index)
+            inputs = (*inputs, *masks, *self._weights[number])
+            key = (x.shape, views[group])
+            recording = self._recordings.get(key)
+            if recording is None:
+                recording = self._recordings[key] = self._record(start, views[group], inputs)
+            streams = recording(*inputs)
+            x = streams[-1]
+            for index in taps:
+                if start <= index < start + self._size:
+                    tapped[index] = streams[index - start]
+        return x, [tapped[index] for index in taps]
 
-        def eager(index: int, x: Tensor, kv_layer: Tensor) -> Tensor:
-            return self.layers[index](x, cos, sin, state, kv_layer, view)
-
+    def _worth_replaying(self, x: Tensor, views: tuple[View, ...]) -> bool:
         if x.shape[1] > PACKED_ROWS_MAX or not self._records:
-            return eager
-        key = (x.shape, view)
-        recording = self._recordings.get(key)
-        bias = state.plan.bias(view, self._group, x.dtype)
-        shared = (cos, sin, state.slots, state.plan.index, bias)
-        if recording is None:
-            self._seen[key] += 1
-            if self._seen[key] < WORTH_RECORDING or len(self._recordings) == MAX_RECORDINGS:
-                return eager
-            self._weights = self._weights or [_tensors(layer) for layer in self.layers]
+            return False
+        if not self._weights:
+            for start in range(0, len(self.layers), self._size):
+                group = self.layers[start : start + self._size]
+                self._weights.append([tensor for layer in group for tensor in _tensors(layer)])
+        if (x.shape, views[: self._size]) in self._recordings:
+            return True
+        self._seen[x.shape] += 1
+        return self._seen[x.shape] >= WORTH_RECORDING and len(self._recordings) < MAX_RECORDINGS
 
-            def record(index: int, x: Tensor, kv_layer: Tensor) -> Tensor:
-                if key not in self._recordings:
-                    self._recordings[key] = self._record(index, view, (x, kv_layer, *shared))
-                return self._recordings[key](x, kv_layer, *shared, *self._weights[index])
-
-            return record
-        weights = self._weights
-
-        def replay(index: int, x: Tensor, kv_layer: Tensor) -> Tensor:
-            return recording(x, kv_layer, *shared, *weights[index])
-
-        return replay
-
-    def _record(self, index: int, view: View, shared: tuple[Tensor, ...]) -> Recording:
-        """Record a layer for the shape of `shared`; the recorder runs it once for that."""
+    def _record(self, start: int, views: tuple[View, ...], inputs: tuple[Tensor, ...]) -> Recording:
+        """Record the group of layers from `start` on; the recorder runs it once for that."""
 
         def run(
             x: Tensor,
-            kv_layer: Tensor,
+            kv: Tensor,
             cos: Tensor,
             sin: Tensor,
             slots: Tensor,
             keys: Tensor,
-            bias: Tensor,
-            *weights: Tensor,
-        ) -> Tensor:
-            _bind(self._template, self.layers[index], list(weights))
-            plan = AttentionPlan(keys, {view: bias}, {(view, self._group): bias})
-            return self._template(x, cos, sin, StepState(slots, slots, plan), kv_layer, view)
+            *rest: Tensor,
+        ) -> tuple[Tensor, ...]:
+            masks, weights = rest[: self._size], list(rest[self._size :])
+            streams = []
+            for offset, template in enumerate(self._templates):
+                view, bias = views[offset], masks[offset]
+                _bind(template, self.layers[start + offset], weights)
+                plan = AttentionPlan(keys, {view: bias}, {(view, self._group): bias})
+                x = template(x, cos, sin, StepState(slots, slots, plan), kv[offset], view)
+                streams.append(x)
+            return tuple(streams)
 
         with warnings.catch_warnings():
             # It is deprecated in favour of compilers that a plain machine does not have.
             warnings.simplefilter("ignore")
-            example = (*shared, *self._weights[index])
-            return torch.jit.trace(run, example, check_trace=False)
+            return torch.jit.trace(run, inputs, check_trace=False)
 
 
 def _parts(layer: DecoderLayer) -> list[Linear | RMSNorm]:
