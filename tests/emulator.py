@@ -134,6 +134,7 @@ class KnownDrafter:
             nothing is known, the inner drafter's hidden states stand.
         sequences: (prompt length, prompt + output) of the known requests.
         ranks: at position p the right token comes `ranks[p % len(ranks)]`-th; None: by chance.
+        rows: the target's ranked rows (`stubs._ranked_rows`), where it is not on CPU itself.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class KnownDrafter:
         inner: Any,
         sequences: Sequence[tuple[int, Sequence[int]]],
         ranks: tuple[int | None, ...] = FULL,
+        rows: Tensor | None = None,
     ):
         self.target, self.inner = target, inner
         depth, vocab = inner.config.block_size - 1, target.config.vocab_size
@@ -155,7 +157,8 @@ class KnownDrafter:
         self._vocab, self._ends = vocab, ends
         self._following = following.view(-1, depth).to(device)
         self._ranks = torch.tensor([-1 if rank is None else rank for rank in ranks], device=device)
-        self._rows = _ranked_rows(target).flatten(0, 1).to(device)
+        ranked = _ranked_rows(target) if rows is None else rows
+        self._rows = ranked.flatten(0, 1).to(device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
