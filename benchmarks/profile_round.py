@@ -91,7 +91,7 @@ def profile(engine: Engine, rounds: Rounds, batch: int, nodes: int, context: int
     loop = engine._loop
     while any(request.status != "running" for request in requests):
         loop.step()
-    for _ in range(2):
+    for _ in range(4):
         loop.step()
     host, inside = [], []
     for _ in range(6):
@@ -103,7 +103,7 @@ def profile(engine: Engine, rounds: Rounds, batch: int, nodes: int, context: int
     with OpCounter() as counter:
         loop.step()
     rounds.count, rounds.profile = False, True
-    for _ in range(3):
+    for _ in range(5):
         loop.step()
     rounds.profile = False
     engine._cancel(requests)
