@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import pytest
+import torch
 from fixtures import TINY_EOS, tiny_target
 from stubs import (
     FULL,
@@ -200,3 +201,42 @@ def test_requests_join_and_leave(agreement):
     for index, case in enumerate(chosen):
         want = case.answer[: 5 + 2 * index]
         agreement.check(tiny_target("llama"), case.prompt, answers[index], want, f"stream {index}")
+
+
+SETTINGS = {
+    "chunks of 3": {"prefill_chunk": 3},
+    "pages of 1": {"page_size": 1},
+    "pages of 16": {"page_size": 16},
+    "alone": {"max_batch_size": 1},
+    "preempted": {"page_size": 1, "num_pages": 82},
+}
+
+
+@functools.cache
+def plain_drafts():
+    return drafts()
+
+
+def drafts(**options):
+    """Per case and round: the sorted scores of the real (random) drafter's tree; preemptions."""
+    tested = tiny_engine(**{"page_size": 4, "max_batch_size": 4, "budget": 7, **options})
+    chosen = sorted(cases("llama"), key=lambda c: len(c.prompt))
+    params = SamplingParams(max_new_tokens=30, trace=True)
+    outputs = tested.generate([c.prompt for c in chosen], params)
+    assert [o.token_ids for o in outputs] == [c.answer for c in chosen]
+    scores = [torch.tensor([r.scores for r in output.trace]) for output in outputs]
+    return scores, tested.describe()["preemptions"]
+
+
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_the_drafter_sees_the_same_context(setting):
+    """Its drafts depend on every context row, and on nothing else.
+
+    Verification would hide a wrong row: the tokens stay right, only fewer drafts are accepted.
+    """
+    want, preemptions = plain_drafts()
+    assert preemptions == 0
+    got, preemptions = drafts(**SETTINGS[setting])
+    assert (preemptions > 0) == (setting == "preempted")
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=0)

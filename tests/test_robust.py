@@ -194,6 +194,7 @@ def test_unknown_names_are_type_errors():
         ("memory_fraction", 1.5),
         ("memory_fraction", "all"),
         ("kernels", "cuda"),
+        ("kernels", "triton"),
         ("cuda_graphs", "yes"),
         ("local_files_only", 1),
         ("coupling", False),
