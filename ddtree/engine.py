@@ -97,7 +97,7 @@ class Engine:
     ):
         check_options({k: v for k, v in locals().items() if k != "self"})
         self._device = _device(device)
-        budget = resolve_budget(budget, self._device.type)
+        asked, budget = budget, resolve_budget(budget, self._device.type)
 
         folder = resolve(target, revision, local_files_only, name="target")
         self._text = Text.load(folder if tokenizer is None else tokenizer, local_files_only)
@@ -110,6 +110,8 @@ class Engine:
             draft_folder = resolve(draft, None, local_files_only, name="draft")
             safe = torch.bfloat16 if chosen == torch.float16 else chosen
             self._drafter = build_drafter(draft_folder, config, ops, self._device, safe)
+        if self._drafter is None and asked != "auto" and budget > 0:
+            raise ValueError(f"budget: {budget} tree nodes need a drafter; give draft=... or 0")
         self._budget = budget if self._drafter is not None else 0
         limit = config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
@@ -203,7 +205,8 @@ class Engine:
         Raises:
             ValueError: as `generate`; or there is no tokenizer or no chat template.
         """
-        several = bool(messages) and not isinstance(messages[0], dict)
+        several = isinstance(messages, (list, tuple)) and bool(messages)
+        several = several and isinstance(messages[0], (list, tuple))
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = [self._text.chat(c, tools, **chat_template_kwargs) for c in conversations]
         return self.generate(prompts, params, progress)

@@ -90,7 +90,7 @@ def draw_tree(round_trace: Round, tokenizer: Any = None) -> Drawing:
         tokenizer: `engine.tokenizer`, to show text; None: token ids are shown.
 
     Raises:
-        ValueError: this is not a round's trace.
+        ValueError: this is not a round's trace, or not a tokenizer.
     """
     for name in ("tokens", "parents", "scores", "path", "emitted"):
         if not hasattr(round_trace, name):
@@ -98,6 +98,8 @@ def draw_tree(round_trace: Round, tokenizer: Any = None) -> Drawing:
                 "round_trace: expected one round of output.trace (from "
                 f"SamplingParams(trace=True)), got {type(round_trace).__name__}"
             )
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise ValueError(f"tokenizer: expected engine.tokenizer or None, got {tokenizer!r}")
     nodes = _nodes(round_trace, tokenizer)
     rows = _tidy(nodes)
     depth = max(node.depth for node in nodes)

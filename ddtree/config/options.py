@@ -11,6 +11,9 @@ from ddtree.config.sampling import SamplingParams
 MAX_STOP_IDS = 32
 """Stop token ids (EOS included) that one request may have."""
 
+MAX_BATCH_SIZE = 1024
+"""Requests that may run at the same time."""
+
 Prompt = str | list[int]
 
 
@@ -22,6 +25,14 @@ def check_options(options: dict[str, Any]) -> None:
     """
     for name in ("max_batch_size", "prefill_chunk", "page_size"):
         _positive(name, options[name])
+    if options["max_batch_size"] > MAX_BATCH_SIZE:
+        raise ValueError(
+            f"max_batch_size: at most {MAX_BATCH_SIZE}, got {options['max_batch_size']}"
+        )
+    if options["max_model_len"] == 1:
+        raise ValueError("max_model_len: at least 2, a prompt token and a new one, got 1")
+    if options["revision"] is not None and not isinstance(options["revision"], str):
+        raise ValueError(f"revision: expected a string or None, got {options['revision']!r}")
     for name in ("max_model_len", "num_pages"):
         if options[name] is not None:
             _positive(name, options[name])

@@ -7,8 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ddtree.config import SamplingParams
 from ddtree.text.stream import TextStream, Vocab
 
+TOKENIZER_OPTIONS = frozenset(
+    [
+        "tokenize",
+        "return_dict",
+        "return_tensors",
+        "conversation",
+        "truncation",
+        "max_length",
+        "padding",
+    ]
+)
+"""Options of `apply_chat_template` that are not the template's."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -94,9 +107,11 @@ class Text:
         """
         self._require("messages", "a conversation")
         _check_messages(messages)
-        for name in ("tokenize", "return_dict", "return_tensors", "conversation"):
-            if name in chat_template_kwargs:
+        for name in chat_template_kwargs:
+            if name in TOKENIZER_OPTIONS:
                 raise ValueError(f"{name}: not an option of a chat; the engine needs plain ids")
+            if name in SamplingParams.__dataclass_fields__:
+                raise ValueError(f"{name}: belongs in SamplingParams, not in the chat template")
         template = self._template(tools, chat_template_kwargs.get("chat_template"))
         if tools and "tools" not in template:
             raise ValueError("tools: this model's chat template has no place for tools")
