@@ -426,8 +426,8 @@ def test_dtypes(dtype):
 
 
 def test_without_a_drafter():
-    """Plain decoding, whatever the budget; tree parameters are fine, a chain is refused."""
-    engine = tiny_engine(draft=None, budget=16)
+    """Plain decoding; tree parameters are fine, a chain is refused."""
+    engine = tiny_engine(draft=None, budget="auto")
     assert (engine.describe()["budget"], engine.describe()["draft"]) == (0, None)
     case = long_case()
     output = engine.generate(case.prompt, SamplingParams(max_new_tokens=12))[0]
