@@ -59,9 +59,14 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 
 
 def train_apart(work: Path, target: Path, name: str, options: TrainOptions):
-    """Train in a forked process, which can be killed."""
+    """Train in a process of its own, which can be killed.
+
+    It is forked from a small server: a whole test session's memory may not be had twice.
+    """
     job = RunOptions(work, name, target)
-    process = multiprocessing.get_context("fork").Process(target=start, args=(job, options))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([start.__module__])
+    process = context.Process(target=start, args=(job, options))
     process.start()
     return process
 
