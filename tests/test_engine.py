@@ -342,6 +342,21 @@ def test_threads_share_an_engine(engine):
     assert not wrong
 
 
+def test_another_thread_may_take_the_last_step(engine, monkeypatch):
+    """Between a look at the requests and the next step, another thread's step may finish them."""
+    case, real = long_case(), engine._step
+
+    def late(requests):
+        while engine._running(requests):
+            engine._loop.step()
+        real(requests)
+
+    monkeypatch.setattr(engine, "_step", late)
+    params = SamplingParams(max_new_tokens=9)
+    assert engine.generate(case.prompt, params)[0].token_ids == case.answer[:9]
+    assert ids_of(engine.stream(case.prompt, params)) == case.answer[:9]
+
+
 # -- one step late ---------------------------------------------------------------------------------
 
 
