@@ -7,10 +7,12 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from fixtures import TINY_EOS, tiny_drafter, tiny_target
 
+import ddtree.engine
 from ddtree import Engine
 
 Lookup = Callable[[int, int, int], Sequence[int]]
@@ -122,10 +124,29 @@ def install(engine: Engine, lookup: Lookup | None, ranks: tuple[int | None, ...]
 _OPEN: list[Engine] = []
 
 
+def _built_once(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Let all engines share a model: its recorded layers are what takes most time to make."""
+    built: dict[tuple[str, ...], Any] = {}
+
+    def shared(folder: Path, *args: Any) -> Any:
+        key = (str(folder), *(str(a) for a in args if isinstance(a, (torch.device, torch.dtype))))
+        if key not in built:
+            built[key] = build(folder, *args)
+        return built[key]
+
+    return shared
+
+
+_MODELS = {
+    name: _built_once(getattr(ddtree.engine, name)) for name in ("build_target", "build_drafter")
+}
+
+
 def tiny_engine(architecture: str = "llama", **options: Any) -> Engine:
     """An engine on TINY with its random drafter; `check_engines` looks after it."""
     options = {"draft": str(tiny_drafter(architecture)), "budget": 16, **options}
-    engine = Engine(str(tiny_target(architecture)), **options)
+    with mock.patch.multiple(ddtree.engine, **_MODELS):
+        engine = Engine(str(tiny_target(architecture)), **options)
     _OPEN.append(engine)
     return engine
 

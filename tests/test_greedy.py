@@ -80,38 +80,26 @@ CELLS = [
 def test_full_cross(agreement, architecture, page_size, batch):
     """Budgets x chain and tree x drafters, for every page size and batch size."""
     chosen = cases(architecture)[: PROMPTS[batch]]
+    prompts = [c.prompt for c in chosen]
+    where = f"{architecture} page {page_size} batch {batch}"
     plain = {}
     for drafter, (_, count) in DRAFTERS.items():
-        limits = [count - i % 3 for i in range(len(chosen))]
-        outputs = engine(architecture, 0, page_size, batch).generate(
-            [c.prompt for c in chosen],
-            [SamplingParams(max_new_tokens=n, speculation="off") for n in limits],
-        )
+        params = SamplingParams(max_new_tokens=count, speculation="off")
+        outputs = engine(architecture, 0, page_size, batch).generate(prompts, params)
         plain[drafter] = [output.token_ids for output in outputs]
-        wants = [c.answer[:n] for c, n in zip(chosen, limits, strict=True)]
-        label = f"{architecture} page {page_size} batch {batch} off against transformers"
-        compare(agreement, architecture, chosen, outputs, wants, label)
+        wants = [c.answer[:count] for c in chosen]
+        compare(agreement, architecture, chosen, outputs, wants, f"{where} off")
 
-    for budget in BUDGETS:
+    for budget, drafter in itertools.product(BUDGETS, DRAFTERS):
         tested = engine(architecture, budget, page_size, batch)
-        for drafter, (_, count) in DRAFTERS.items():
-            draft(tested, architecture, drafter)
-            for mode in ("chain", "tree"):
-                outputs = tested.generate(
-                    [c.prompt for c in chosen],
-                    [
-                        SamplingParams(max_new_tokens=count - i % 3, speculation=mode)
-                        for i in range(len(chosen))
-                    ],
-                )
-                label = (
-                    f"{architecture} budget {budget} page {page_size} batch {batch} "
-                    f"{mode} {drafter}"
-                )
-                compare(agreement, architecture, chosen, outputs, plain[drafter], label)
-                if drafter == "oracle":
-                    depth = min(budget, 5) if mode == "tree" else 5
-                    _assert_drafts_accepted(outputs, depth, label)
+        draft(tested, architecture, drafter)
+        for mode in ("chain", "tree"):
+            label = f"{where} budget {budget} {mode} {drafter}"
+            params = SamplingParams(max_new_tokens=DRAFTERS[drafter][1], speculation=mode)
+            outputs = tested.generate(prompts, params)
+            compare(agreement, architecture, chosen, outputs, plain[drafter], label)
+            if drafter == "oracle":
+                _assert_drafts_accepted(outputs, min(budget, 5) if mode == "tree" else 5, label)
 
 
 def _assert_drafts_accepted(outputs, depth, label):
