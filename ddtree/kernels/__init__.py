@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
+
 import torch
 
 from ddtree.kernels.reference import TorchOps
@@ -11,14 +14,25 @@ def get_ops(name: str, device: torch.device) -> TorchOps:
     """Return the kernel set `name` for `device`.
 
     Args:
-        name: ``"torch"``, or ``"auto"`` (the torch ops; faster sets are chosen here once built).
+        name: ``"torch"``; ``"triton"``; or ``"auto"``: Triton on CUDA where it is installed,
+            torch elsewhere.
         device: the device that the ops will run on.
 
     Raises:
-        ValueError: the name is unknown, or its kernels are not part of this version.
+        ValueError: the name is unknown, or its kernels cannot run here.
     """
-    if name in ("auto", "torch"):
+    if name not in ("auto", "torch", "triton"):
+        raise ValueError(f'kernels: expected "auto", "torch" or "triton", got {name!r}')
+    installed = find_spec("triton") is not None
+    if name == "torch" or (name == "auto" and not (device.type == "cuda" and installed)):
         return TorchOps(device)
-    if name == "triton":
-        raise ValueError('kernels: "triton" is not supported yet; use "auto" or "torch"')
-    raise ValueError(f'kernels: expected "auto", "torch" or "triton", got {name!r}')
+    if not installed:
+        raise ValueError('kernels: "triton" needs the package triton, which is not installed')
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            'kernels: "triton" runs on the CPU in Triton\'s interpreter only: set TRITON_INTERPRET=1 '
+            'before Python starts, or use "torch"'
+        )
+    from ddtree.kernels.fused import TritonOps
+
+    return TritonOps(device)
