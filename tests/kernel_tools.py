@@ -77,6 +77,7 @@ def compile_kernel(
     signature: Mapping[str, str],
     constants: Mapping[str, Any],
     unaligned: tuple[str, ...] = (),
+    sixteens: tuple[str, ...] = (),
     **options: Any,
 ) -> Usage:
     """Compile for one of `CHIPS`, check what has to hold for every kernel, return the rest.
@@ -85,11 +86,12 @@ def compile_kernel(
     signature: triton type ("*fp32", "i64") of each argument that is no constexpr, in any order.
     constants: values of the constexpr arguments.
     unaligned: pointers that are not multiples of 16 bytes; all others are taken to be.
+    sixteens:  integers that are multiples of 16, which triton compiles for, too.
     options:   num_warps, num_stages.
     """
     function = kernel.function
     task = (function.__module__, function.__name__, chip)
-    arguments = (dict(signature), dict(constants), unaligned, options)
+    arguments = (dict(signature), dict(constants), unaligned, sixteens, options)
     environment = {"TRITON_DEFAULT_FP_FUSION": "1"}
     usage = _process(**environment).submit(_compile, *task, *arguments).result()
     assert usage.stack == 0 and usage.spills == 0, usage
@@ -104,6 +106,7 @@ def _compile(
     signature: dict[str, str],
     constants: dict[str, Any],
     unaligned: tuple[str, ...],
+    sixteens: tuple[str, ...],
     options: dict[str, Any],
 ) -> Usage:
     import importlib
@@ -118,6 +121,7 @@ def _compile(
     assert {*signature, *constants} == set(names), {*signature, *constants} ^ set(names)
     types = {n: signature.get(n, "constexpr") for n in names}
     aligned = [n for n, t in types.items() if t.startswith("*") and n not in unaligned]
+    aligned += sixteens
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     source = ASTSource(function, types, constants, attributes)
     made = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=options)

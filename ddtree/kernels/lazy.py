@@ -22,7 +22,7 @@ tl: Any = None
 
 
 class Kernel:
-    """A function in Triton's language: a kernel, or what kernels call. Launched as `k[grid](...)`."""
+    """A function in Triton's language: a kernel, or what kernels call. Launch: `k[grid](...)`."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -30,6 +30,10 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self.jit()[grid]
+
+    def __call__(self, *args: Any) -> Any:
+        """Only for type checkers, where one kernel calls another: triton takes its place first."""
+        raise TypeError(f"{self.function.__name__} runs on a device only, by k[grid](...)")
 
     def jit(self) -> Any:
         """The function under `triton.jit`; so are all others of its module, from then on.

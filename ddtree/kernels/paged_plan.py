@@ -1,0 +1,89 @@
+"""What the layers of one forward share for attention over pages, and how a launch is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ddtree.kernels.reference import View
+
+KINDS = {"causal": 0, "full": 1, "tree": 2}
+"""The kinds of views, as the kernels number them."""
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one attention launch is cut: a block's rows and keys, warps, and pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def choose_tile(rows: int, head_dim: int, itemsize: int, hip: bool = False) -> Tile:
+    """The tile for `rows` = T * G packed query rows.
+
+    Bounded by registers (the float32 accumulator is rows x head_dim) and by the smallest shared
+    memory of the chips we compile for: 163 KB on sm_80, 64 KB on gfx942.
+    """
+    wide = head_dim > 128
+    if itemsize == 4:
+        most, keys, stages = (16, 16, 1) if wide else (32, 32, 1)
+    else:
+        most, keys, stages = (64, 32, 2) if wide else (128, 64, 3)
+    block = min(max(power_of_two(rows), 16), most)
+    return Tile(block, keys, 8 if block == 128 else 4, min(stages, 2) if hip else stages)
+
+
+def choose_splits(programs: int, batch: int, key_blocks: int, multiprocessors: int) -> int:
+    """Splits of the keys, from shapes only: enough programs to fill the device, no more.
+
+    A split more costs its partial results, a float32 copy of the output. With several rows,
+    whose lengths differ, twice as many programs as multiprocessors even the load out.
+    """
+    wanted = multiprocessors * (1 if batch == 1 else 2) // programs
+    return max(1, min(wanted, key_blocks, MAX_SPLITS))
+
+
+@dataclass
+class PagedPlan:
+    """What all layers of one forward share: the caller's device tensors, as they are."""
+
+    block_table: Tensor
+    """[B, P] integer pages."""
+    prefix_len: Tensor
+    """[B] integer number of committed keys."""
+    words: Tensor | None
+    """[B, T, W] int64 ancestor-or-self bits, for "tree" views."""
+    num_tokens: int
+    page_size: int
+    views: tuple[View, ...]
+    flash: dict[str, Tensor] = field(default_factory=dict)
+    """What flash-attn takes instead, made by the first layer that goes to it."""
+
+
+def check_plan(plan: PagedPlan) -> None:
+    """Raise a ValueError that names what no kernel here can take."""
+    table, prefix, words = plan.block_table, plan.prefix_len, plan.words
+    if table.dim() != 2 or table.stride(1) != 1:
+        raise ValueError(f"block_table: expected [B, P] with contiguous rows, got {table.shape}")
+    if prefix.shape != table.shape[:1]:
+        raise ValueError(f"prefix_len: expected [{table.shape[0]}], got {tuple(prefix.shape)}")
+    if plan.page_size < 1 or plan.page_size & (plan.page_size - 1):
+        raise ValueError(f"page_size: expected a power of two, got {plan.page_size}")
+    for kind, window in plan.views:
+        if kind not in KINDS or window < 0 or (kind == "tree" and window):
+            raise ValueError(f"views: {kind!r} with a window of {window} is unknown")
+        if kind == "tree":
+            want = (table.shape[0], plan.num_tokens, -(-plan.num_tokens // 64))
+            if words is None or words.shape != want or words.dtype != torch.int64:
+                raise ValueError(f'words: expected int64 {list(want)} for a "tree" view')
