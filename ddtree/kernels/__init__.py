@@ -30,8 +30,8 @@ def get_ops(name: str, device: torch.device) -> TorchOps:
         raise ValueError('kernels: "triton" needs the package triton, which is not installed')
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            'kernels: "triton" runs on the CPU in Triton\'s interpreter only: set TRITON_INTERPRET=1 '
-            'before Python starts, or use "torch"'
+            'kernels: "triton" needs a GPU, or TRITON_INTERPRET=1 set before Python starts; here '
+            '"torch" is the choice'
         )
     from ddtree.kernels.fused import TritonOps
 
