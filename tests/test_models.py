@@ -11,8 +11,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ddtree.config import RopeConfig, load_target_config
 from ddtree.kernels import get_ops
+from ddtree.kernels.reference import NULL_PAGE, PACKED_ROWS_MAX
 from ddtree.models.layers import ROPE_MARGIN, rope_frequencies
 from ddtree.models.registry import TARGETS, build_target
+from ddtree.runtime.pages import RESERVED_PAGES
 
 CPU = torch.device("cpu")
 ROPES = {
@@ -164,6 +166,60 @@ def test_a_tree_forward_sees_the_path_of_each_node():
         for node, path in enumerate(paths):
             plain = reference(torch.cat((prompt, torch.tensor([path])), 1)).logits[0, -1]
             torch.testing.assert_close(logits[0, node], plain, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("view", "count"),
+    [
+        (("causal", 0), 1),
+        (("causal", 0), 5),
+        (("causal", 3), 1),
+        (("causal", 0), PACKED_ROWS_MAX + 6),
+        (("full", 0), 6),
+        (("full", 4), 6),
+        (("tree", 0), 7),
+    ],
+)
+@pytest.mark.parametrize("prefix", [0, 1, 10, 16])
+@pytest.mark.parametrize("dims", [(6, 2, 16), (4, 4, 8)])
+def test_attention_over_pages(view, count, prefix, dims):
+    """Scattered pages, pages side by side and a batch equal dense float64 attention."""
+    (kind, window), (heads, kv_heads, dim) = view, dims
+    generator = torch.Generator().manual_seed(count + prefix)
+    keys, page, pages = prefix + count, 4, 24
+    q = torch.randn(1, count, heads, dim, generator=generator)
+    kv = torch.randn(keys, 2, kv_heads, dim, generator=generator)
+    words = torch.tensor([[[1], [3], [5], [11], [21], [53], [85]]]) if kind == "tree" else None
+    own, query = torch.arange(keys) - prefix, torch.arange(count)[:, None]
+    seen = own <= query if kind == "causal" else torch.ones(count, keys, dtype=torch.bool)
+    if words is not None:
+        seen = (own < 0) | (words[0] >> own.clamp_min(0) & 1).bool()
+    if window:
+        seen = seen & (own > query - window)
+    k, v = kv.double().repeat_interleave(heads // kv_heads, dim=2).unbind(1)
+    scores = torch.einsum("thd,shd->hts", q[0].double(), k) / dim**0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    want = torch.einsum("hts,shd->thd", weights, v)
+
+    ops = get_ops("torch", CPU)
+    scattered = RESERVED_PAGES + torch.arange(2 * pages).flip(0).view(2, pages)
+    side_by_side = torch.arange(7, 7 + pages)[None]
+    at = torch.arange(keys)
+    for table in (scattered[:1], side_by_side, scattered):
+        pool = torch.full(((RESERVED_PAGES + 2 * pages) * page, 2, kv_heads, dim), torch.nan)
+        pool[NULL_PAGE * page : (NULL_PAGE + 1) * page] = 0.0
+        for row in table:  # The last row is looked at; one before it has the block alone.
+            pool[row[at // page] * page + at % page] = kv
+        lengths = torch.tensor([0, prefix])[-len(table) :]
+        rows = None if words is None else words.expand(len(table), -1, -1)
+        plan = ops.plan_attention(table, lengths, count, page, (view,), rows)
+        single = len(table) == 1 and (table is side_by_side or keys <= page)
+        assert (plan.index is None) == single
+        layer = plan.narrow(pool[None], torch.zeros(1, 1))[0][0]
+        queries = q.expand(len(table), -1, -1, -1)
+        got = ops.attention(queries, layer, plan, view, dim**-0.5)[-1]
+        torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
 
 
 @torch.inference_mode()

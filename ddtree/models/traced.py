@@ -17,6 +17,8 @@ from ddtree.models.layers import DecoderLayer, Linear, RMSNorm
 from ddtree.state import StepState
 
 Recording = Callable[..., Tensor]
+Key = tuple[torch.Size, tuple[View, ...], tuple[bool, ...], bool]
+"""Shape of the stream, views, which of them have a mask, and whether keys are gathered."""
 MAX_RECORDINGS = 256
 """Shapes that recordings are kept for; further ones run eagerly."""
 MAX_GROUP = 6
@@ -66,22 +68,27 @@ class TracedLayers:
             The stream after the last layer, and after each of `taps`.
         """
         tapped = {}
-        if not self._worth_replaying(x, views):
+        kv, slots = state.plan.narrow(kv, state.slots)
+        plan = state.plan
+        if not self._worth_replaying(x, plan, views):
+            state = replace(state, slots=slots)
             for index, layer in enumerate(self.layers):
                 x = layer(x, cos, sin, state, kv[index], views[index])
                 if index in taps:
                     tapped[index] = x
             return x, [tapped[index] for index in taps]
-        bias = {view: state.plan.bias(view, self._group, x.dtype) for view in set(views)}
+        bias = {view: plan.bias(view, self._group, x.dtype) for view in set(views)}
+        keys = () if plan.index is None else (plan.index,)
         for number, start in enumerate(range(0, len(self.layers), self._size)):
             group = slice(start, start + self._size)
-            masks = [bias[view] for view in views[group]]
-            inputs = (x, kv[group], cos, sin, state.slots, state.plan.index)
-            inputs = (*inputs, *masks, *self._weights[number])
-            key = (x.shape, views[group])
+            masks = (bias[view] for view in views[group])
+            inputs = (x, kv[group], cos, sin, slots, *keys)
+            inputs = (*inputs, *(mask for mask in masks if mask is not None))
+            inputs = (*inputs, *self._weights[number])
+            key = _key(x, plan, views[group])
             recording = self._recordings.get(key)
             if recording is None:
-                recording = self._recordings[key] = self._record(start, views[group], inputs)
+                recording = self._recordings[key] = self._record(start, key, inputs)
             streams = recording(*inputs)
             x = streams[-1]
             for index in taps:
@@ -89,35 +96,32 @@ class TracedLayers:
                     tapped[index] = streams[index - start]
         return x, [tapped[index] for index in taps]
 
-    def _worth_replaying(self, x: Tensor, views: tuple[View, ...]) -> bool:
+    def _worth_replaying(self, x: Tensor, plan: AttentionPlan, views: tuple[View, ...]) -> bool:
         if x.shape[1] > PACKED_ROWS_MAX or not self._records:
             return False
         if not self._weights:
             for start in range(0, len(self.layers), self._size):
                 group = self.layers[start : start + self._size]
                 self._weights.append([tensor for layer in group for tensor in _tensors(layer)])
-        if (x.shape, views[: self._size]) in self._recordings:
+        if _key(x, plan, views[: self._size]) in self._recordings:
             return True
         self._seen[x.shape] += 1
         return self._seen[x.shape] >= WORTH_RECORDING and len(self._recordings) < MAX_RECORDINGS
 
-    def _record(self, start: int, views: tuple[View, ...], inputs: tuple[Tensor, ...]) -> Recording:
+    def _record(self, start: int, key: Key, inputs: tuple[Tensor, ...]) -> Recording:
         """Record the group of layers from `start` on; the recorder runs it once for that."""
+        _, views, masked, gathers = key
 
         def run(
-            x: Tensor,
-            kv: Tensor,
-            cos: Tensor,
-            sin: Tensor,
-            slots: Tensor,
-            keys: Tensor,
-            *rest: Tensor,
+            x: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *others: Tensor
         ) -> tuple[Tensor, ...]:
-            masks, weights = rest[: self._size], list(rest[self._size :])
+            rest = list(others)
+            keys = rest.pop(0) if gathers else None
+            masks = [rest.pop(0) if has else None for has in masked]
             streams = []
             for offset, template in enumerate(self._templates):
                 view, bias = views[offset], masks[offset]
-                _bind(template, self.layers[start + offset], weights)
+                _bind(template, self.layers[start + offset], rest)
                 plan = AttentionPlan(keys, {view: bias}, {(view, self._group): bias})
                 x = template(x, cos, sin, StepState(slots, slots, plan), kv[offset], view)
                 streams.append(x)
@@ -127,6 +131,11 @@ class TracedLayers:
             # It is deprecated in favour of compilers that a plain machine does not have.
             warnings.simplefilter("ignore")
             return torch.jit.trace(run, inputs, check_trace=False)
+
+
+def _key(x: Tensor, plan: AttentionPlan, views: tuple[View, ...]) -> Key:
+    masked = tuple(plan.masks[view] is not None for view in views)
+    return x.shape, views, masked, plan.index is not None
 
 
 def _parts(layer: DecoderLayer) -> list[Linear | RMSNorm]:

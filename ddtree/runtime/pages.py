@@ -37,3 +37,6 @@ class PageAllocator:
         """Return pages to the free list."""
         self._free.extend(reversed(pages))
         assert len(self._free) <= self.num_pages
+        if len(self._free) == self.num_pages:
+            # Side by side again: the torch ops read a row of consecutive pages in place.
+            self._free.sort(reverse=True)
