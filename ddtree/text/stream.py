@@ -145,7 +145,8 @@ class TextStream:
     """One request's ids in, its text out, up to the first stop string.
 
     The first match is the one whose last character comes first; of several that end with the same
-    character, the longest. So it does not depend on how the text is cut into tokens.
+    character, the longest. So it does not depend on how the text is cut into tokens, except that
+    a stop string completed by the first `min_ids` ids does not count.
     """
 
     def __init__(
@@ -154,12 +155,17 @@ class TextStream:
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
+        min_ids: int = 0,
     ):
         self.match: StopMatch | None = None
         """The stop string that ended the text, once there is one."""
         self._detokenizer = None if vocab is None else Detokenizer(vocab, skip_special_tokens)
         self._stop = tuple(stop)
         self._include = include_stop_str_in_output
+        self._early = min_ids
+        """Ids still to come that do not complete a stop string."""
+        self._late = False
+        """Whether an id came that may."""
         self._pending = ""
         """Text that may turn out to be the beginning of a stop string."""
 
@@ -170,30 +176,47 @@ class TextStream:
         """
         if self._detokenizer is None or self.match:
             return "", self.match
-        delta = self._take(self._detokenizer.push(ids))
-        if not self.match:
-            held = self._possible_stop()
-            delta, self._pending = delta[: len(delta) - held], delta[len(delta) - held :]
-        return delta, self.match
+        ids = list(ids)
+        early, ids = ids[: self._early], ids[self._early :]
+        self._early -= len(early)
+        text = self._release(self._pending + self._detokenizer.push(early)) if early else ""
+        if ids or not early:
+            self._late = self._late or bool(ids)
+            new = self._take(self._detokenizer.push(ids), len(early))
+            text += new if self.match else self._release(new)
+        return text, self.match
 
     def finish(self) -> str:
         """The text that was held back, when no more ids come; may still set `match`."""
         if self._detokenizer is None or self.match:
             return ""
-        text, self._pending = self._take(self._detokenizer.flush()), ""
+        text = self._detokenizer.flush()
+        text = self._take(text) if self._late else self._pending + text
+        self._pending = ""
         return text
 
-    def _take(self, new: str) -> str:
-        """Pending and new text, cut at a stop string; sets `match`."""
-        text, self._pending = self._pending + new, ""
-        found = [(text.find(stop), stop) for stop in self._stop if stop in text]
-        if not found:
-            self._pending = text
+    def _take(self, new: str, before: int = 0) -> str:
+        """Pending and new text, cut at a stop string; sets `match`.
+
+        before: ids of the same call that came before those of the new text.
+        """
+        old, text = len(self._pending), self._pending + new
+        found = [(text.find(stop, max(0, old + 1 - len(stop))), stop) for stop in self._stop]
+        ends = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
+        if not ends:
             return text
-        end, start, stop = min((at + len(stop), at, stop) for at, stop in found)
+        end, start, stop = min(ends)
         assert self._detokenizer is not None
-        self.match = StopMatch(stop, self._detokenizer.ids_until(end - (len(text) - len(new))))
+        self.match = StopMatch(stop, before + self._detokenizer.ids_until(end - old))
+        self._pending = ""
         return text[: end if self._include else start]
+
+    def _release(self, text: str) -> str:
+        """What of `text` is no part of a stop string; the rest is pending."""
+        self._pending = text
+        held = self._possible_stop()
+        self._pending = text[len(text) - held :]
+        return text[: len(text) - held]
 
     def _possible_stop(self) -> int:
         """Length of the longest end of the pending text that begins a stop string."""

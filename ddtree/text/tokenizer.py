@@ -136,6 +136,7 @@ class Text:
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
+        min_ids: int = 0,
     ) -> TextStream:
         """A new `TextStream` for one request.
 
@@ -146,7 +147,9 @@ class Text:
             self._require("stop", "a stop string")
             if isinstance(stop, str) or "" in stop:
                 raise ValueError(f"stop: expected a list of non-empty strings, got {stop!r}")
-        return TextStream(self._vocab, skip_special_tokens, stop, include_stop_str_in_output)
+        return TextStream(
+            self._vocab, skip_special_tokens, stop, include_stop_str_in_output, min_ids
+        )
 
     def _require(self, name: str, what: str) -> None:
         if self.tokenizer is None:
