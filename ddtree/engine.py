@@ -64,6 +64,8 @@ class Engine:
         kernels: "auto" or "torch".
         cuda_graphs: on CUDA, capture the decode rounds at construction and replay them; False
             runs the same rounds eagerly. On CPU there is nothing to capture.
+        coupling: at temperature > 0, let the draft see the noise that the target chooses with, so
+            that more of it is accepted; the tokens are the same without.
         tokenizer: folder, hub id or tokenizer object; default: the target's.
         revision: branch, tag or commit of the target's hub repository.
         local_files_only: take hub files from the local cache only.
@@ -132,6 +134,7 @@ class Engine:
             memory_fraction=memory_fraction,
             prefill_chunk=prefill_chunk,
             cuda_graphs=cuda_graphs,
+            coupling=coupling,
             progress=partial(tqdm, desc="capturing", unit="graph"),
         )
         self._lock = threading.RLock()
@@ -264,7 +267,10 @@ class Engine:
         eos = () if params.ignore_eos else config.eos_token_ids
         check_request(params, len(eos), config.vocab_size, self._budget, self._drafter is not None)
         stream = self._text.stream(
-            params.skip_special_tokens, params.stop, params.include_stop_str_in_output
+            params.skip_special_tokens,
+            params.stop,
+            params.include_stop_str_in_output,
+            params.min_new_tokens,
         )
         limit = min(len(ids) + params.max_new_tokens, self.max_model_len)
         with self._lock:

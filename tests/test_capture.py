@@ -8,29 +8,32 @@ import typing
 import pytest
 import torch
 from emulator import Emulator, KnownDrafter, NotCapturable
-from fixtures import TINY_EOS, tiny_drafter, tiny_target
+from fixtures import TINY, TINY_EOS, tiny_drafter, tiny_target
 from stubs import FULL, PARTLY, SIBLINGS, check_engines, tiny_engine
 
 from ddtree import SamplingParams
 from ddtree.config import load_draft_config, load_target_config
 from ddtree.kernels import get_ops
+from ddtree.kernels.reference import TorchOps
 from ddtree.models.dummy import dummy_models
 from ddtree.models.llama import Llama
 from ddtree.models.registry import build_drafter, build_target
 from ddtree.models.traced import TracedLayers
 from ddtree.runtime import graphs, step
 from ddtree.runtime import loop as loop_module
+from ddtree.runtime import plan as plan_module
 from ddtree.runtime import runner as runner_module
 from ddtree.runtime.graphs import MAX_GRAPHS, GraphKey, StaticBuffers, graph_keys
 from ddtree.runtime.kv_cache import allocate_pool
+from ddtree.runtime.machine import Machine
 from ddtree.runtime.pages import DUMMY_PAGE
-from ddtree.runtime.plan import Buckets, DecodeSpec, PageEdit, ReportLayout
+from ddtree.runtime.plan import LEVELS, Buckets, DecodeSpec, Level, PageEdit, ReportLayout
 from ddtree.runtime.request import FINISHED, Request
 from ddtree.runtime.runner import Runner
 from ddtree.runtime.scheduler import Scheduler, SchedulerConfig
 from ddtree.runtime.staging import Ring
 from ddtree.runtime.stats import StageTimer
-from ddtree.runtime.step import Machine, decode_step
+from ddtree.runtime.step import decode_step
 from ddtree.state import RowState
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -40,8 +43,9 @@ BUCKETS = Buckets(batch=(1, 2, 4), nodes=(4, 8, 17), widths=(16, WIDTH))
 
 @pytest.fixture(autouse=True)
 def no_recordings(monkeypatch):
-    """Layers run as on a GPU, not as TorchScript recordings; and engines end with all pages."""
+    """Steps run as on a GPU: no recordings, no values read; and engines end with all pages."""
     monkeypatch.setattr(TracedLayers, "_worth_replaying", lambda *_: False)
+    monkeypatch.setattr(TorchOps, "sees_values", property(lambda _: False, lambda *_: None), False)
     yield
     check_engines()
 
@@ -270,6 +274,7 @@ def emulated_engine(monkeypatch, **options):
         return recorders[-1]
 
     monkeypatch.setattr(loop_module, "make_recorder", make)
+    monkeypatch.setattr(plan_module, "LEVELS", (Level.GREEDY, Level.NOISE))
     return tiny_engine(max_model_len=120, max_batch_size=3, **options), recorders
 
 
@@ -277,7 +282,13 @@ def test_an_engine_with_graphs(monkeypatch, capsys):
     """Rehearsed, captured under a progress bar, and no round is run eagerly."""
     params = [
         SamplingParams(max_new_tokens=12, **options)
-        for options in ({}, {"budget": 2}, {"speculation": "chain"}, {"speculation": "off"}, {})
+        for options in (
+            {},
+            {"budget": 2},
+            {"speculation": "chain"},
+            {"speculation": "off"},
+            {"temperature": 1.0, "seed": 5},
+        )
     ]
     plain = tiny_engine(max_model_len=120, max_batch_size=3)
     wanted = [o.token_ids for o in plain.generate(prompts()[:5], params)]
@@ -321,7 +332,12 @@ def test_buckets():
     assert made.nodes == (4, 8, 16, 32, 64)
     assert made.widths == (32, 64, 128, 256, 512, 1024, 2560)
     made = Buckets.make(1, 4, 16, 100, 1, narrow=False)
-    assert made == Buckets(batch=(1,), nodes=(4, 5, 8, 16), widths=(100,))
+    assert made == Buckets(batch=(1,), nodes=(4, 5, 8, 16), widths=(100,), levels=LEVELS)
+    assert made.round_level(Level.GREEDY) == Level.GREEDY
+    assert made.round_level(Level.NOISE) == Level.NOISE
+    assert made.round_level(Level.TOP_P | Level.NOISE) == Level.FULL
+    assert made.round_level(Level.LOGPROBS) == Level.FULL | Level.LOGPROBS
+    assert Buckets().round_level(Level.BIAS) == Level.BIAS
     assert Buckets.make(3, 255, 16, 9, 16, narrow=False).nodes == (4, 8, 16, 32, 64, 128, 256)
 
 
@@ -337,7 +353,8 @@ def test_the_keys_are_bounded():
         else:
             assert {k.batch for k in keys if k.spec.mode == "chain"} == set(buckets.batch)
     plain = graph_keys(Buckets.make(4, 0, 1, 32, 16, True), 1, 16, True)
-    assert {k.spec for k in plain} == {DecodeSpec("off", 1, 1)} and len(plain) == 3
+    assert {k.spec for k in plain} == {DecodeSpec("off", 1, 1, level) for level in LEVELS}
+    assert len(plain) == 3 * len(LEVELS)
 
 
 def test_captures_go_from_large_to_small():
@@ -372,7 +389,7 @@ def meta_machine():
 
 @torch.inference_mode()
 def meta_round(spec):
-    rows = RowState.allocate(BATCH, WIDTH, META)
+    rows = RowState.allocate(BATCH, WIDTH, TINY["vocab_size"], META)
     slots = torch.zeros(3, dtype=torch.int64, device=META)
     report = runner_module.decode_step(meta_machine(), rows, slots, WIDTH, spec, StageTimer(False))
     assert report.shape == (3, ReportLayout(spec.path_len, spec.num_nodes).width)
@@ -440,7 +457,7 @@ def _branch(count, row):
 
 
 def _boolean_index(count, row):
-    return count if count[row.done] is not None else row.length
+    return count if count[row.done > 0] is not None else row.length
 
 
 def _host_integer(count, row):

@@ -18,7 +18,6 @@ from fixtures import (
 )
 
 from ddtree.config import SamplingParams, load_draft_config, load_target_config
-from ddtree.config.sampling import NOT_YET_SUPPORTED
 
 
 def target_folder(tmp_path, **changes):
@@ -97,29 +96,6 @@ def test_bad_value_is_an_error_that_names_the_field(name, value):
 
 def test_every_field_has_bad_values_above():
     assert {name for name, _ in BAD} == set(SamplingParams.__dataclass_fields__)
-
-
-TO_COME = {
-    "temperature": 0.7,
-    "top_k": 5,
-    "top_p": 0.9,
-    "min_p": 0.1,
-    "seed": 1,
-    "min_new_tokens": 3,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.1,
-    "logit_bias": {3: 1.0},
-    "logprobs": 2,
-}
-
-
-@pytest.mark.parametrize("name", NOT_YET_SUPPORTED)
-def test_option_still_to_come_is_refused_by_name(name):
-    with pytest.raises(ValueError, match=rf"^{name}: not supported yet"):
-        SamplingParams(**{name: TO_COME[name]})
-    default = SamplingParams.__dataclass_fields__[name].default
-    assert getattr(SamplingParams(**{name: default}), name) == default
 
 
 # -- target ---------------------------------------------------------------------------------------

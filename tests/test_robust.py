@@ -197,7 +197,7 @@ def test_unknown_names_are_type_errors():
         ("kernels", "triton"),
         ("cuda_graphs", "yes"),
         ("local_files_only", 1),
-        ("coupling", False),
+        ("coupling", 1),
         ("verify", "rejection"),
         ("process_group", object()),
         ("tokenizer", 5),

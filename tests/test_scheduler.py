@@ -131,7 +131,7 @@ class FakeDevice:
         token = token_at(chunk.request_id, position)
         status = self.status(request, row, token, position + 1)
         row["done"] = status != ROW_RUNNING
-        return [(token, status)]
+        return [(token, status, [])]
 
     def status(self, request, row, token, total):
         assert total <= row["join"].limit

@@ -12,9 +12,10 @@ from ddtree.kernels import get_ops
 from ddtree.models.registry import build_drafter, build_target
 from ddtree.runtime.pages import NULL_PAGE, RESERVED_PAGES
 from ddtree.runtime.plan import ROW_LENGTH, ROW_RUNNING, ROW_STOPPED, DecodeSpec, ReportLayout
+from ddtree.runtime.prefill import prefill_step, start_row
 from ddtree.runtime.runner import Runner
 from ddtree.runtime.stats import StageTimer
-from ddtree.runtime.step import decode_step, prefill_step, start_row
+from ddtree.runtime.step import decode_step
 
 CPU = torch.device("cpu")
 BLOCK = 6

@@ -11,6 +11,9 @@ from ddtree.config.sampling import SamplingParams
 MAX_STOP_IDS = 32
 """Stop token ids (EOS included) that one request may have."""
 
+MAX_BIASES = 512
+"""Entries of a request's `logit_bias`."""
+
 MAX_BATCH_SIZE = 1024
 """Requests that may run at the same time."""
 
@@ -46,10 +49,10 @@ def check_options(options: dict[str, Any]) -> None:
         or not 0 < fraction <= 1
     ):
         raise ValueError(f"memory_fraction: expected a number in (0, 1], got {fraction!r}")
-    for name in ("cuda_graphs", "local_files_only"):
+    for name in ("cuda_graphs", "local_files_only", "coupling"):
         if not isinstance(options[name], bool):
             raise ValueError(f"{name}: expected True or False, got {options[name]!r}")
-    for name, only in (("coupling", True), ("verify", "match"), ("process_group", None)):
+    for name, only in (("verify", "match"), ("process_group", None)):
         if options[name] != only:
             raise ValueError(f"{name}: only {only!r} is supported yet, got {options[name]!r}")
 
@@ -91,6 +94,11 @@ def check_request(
         raise ValueError(
             f"stop_token_ids: at most {room} are possible, got {len(params.stop_token_ids)}"
         )
+    bias = params.logit_bias or {}
+    if bias and max(bias) >= vocab_size:
+        raise ValueError(f"logit_bias: {max(bias)} is outside 0..{vocab_size - 1}")
+    if len(bias) > MAX_BIASES:
+        raise ValueError(f"logit_bias: at most {MAX_BIASES} entries are possible, got {len(bias)}")
     if params.speculation == "chain" and not has_drafter:
         raise ValueError('speculation: "chain" needs a drafter; construct Engine(draft=...)')
     if params.budget is not None and params.budget > budget:

@@ -8,21 +8,6 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-NOT_YET_SUPPORTED = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "min_new_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "logprobs",
-)
-"""Fields that must be left at their default: this version cannot honour them."""
-
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -31,17 +16,32 @@ class SamplingParams:
     Attributes:
         max_new_tokens: at most so many tokens come back; 0 gives none.
         temperature: 0 is greedy decoding.
+        top_k: sample from the k most likely tokens only; 0 from all.
+        top_p: sample from the fewest most likely tokens with this share of the probability, taken
+            after top_k.
+        min_p: leave out tokens less than this times as likely as the most likely one.
+        seed: makes sampled output repeatable, whatever runs beside it: the same with every kind of
+            speculation and every budget. None: one is drawn, and reported in the output.
         stop: text that ends the request, cut from the output unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the request, beside the model's own end-of-sequence ids.
         ignore_eos: do not end at the model's own end-of-sequence ids.
+        min_new_tokens: before so many tokens, nothing ends the request: end-of-sequence and stop
+            ids are not chosen, and stop strings not looked for.
+        presence_penalty, frequency_penalty: what the logit of an output token is lowered by, once
+            and per occurrence; -2 to 2.
+        repetition_penalty: divides positive logits of prompt and output tokens and multiplies
+            negative ones; 1 is none.
+        logit_bias: token id -> number from -100 to 100 that is added to its logit.
+        logprobs: report each emitted token's log-probability, and those of so many most likely
+            ones (0 to 20), under the target's distribution before any of the above.
         speculation: ``"tree"``, ``"chain"`` (one candidate per depth) or ``"off"`` (plain
             decoding). The tokens are the same.
         budget: tree nodes below the root, or None for the engine's own; 0 is plain decoding.
         trace: record the tree and the accepted path of every round.
 
     Raises:
-        ValueError: a field has the wrong type or an impossible value, or asks for what this
-            version cannot honour; the message begins with the field's name.
+        ValueError: a field has the wrong type or an impossible value; the message begins with the
+            field's name.
     """
 
     max_new_tokens: int = 256
@@ -104,13 +104,6 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "trace"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
-        for name in NOT_YET_SUPPORTED:
-            default = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"{name}: not supported yet; leave it at its default, {default!r} "
-                    f"(got {getattr(self, name)!r})"
-                )
 
 
 def _is_int(value: Any) -> bool:
@@ -158,6 +151,6 @@ def _logit_bias(values: Any) -> dict[int, float]:
     if not isinstance(values, Mapping):
         raise ValueError(f"logit_bias: expected a mapping of token id to number, got {values!r}")
     return {
-        _integer("logit_bias", token, 0): _number("logit_bias", bias, -math.inf)
+        _integer("logit_bias", token, 0): _number("logit_bias", bias, -100, 100)
         for token, bias in values.items()
     }

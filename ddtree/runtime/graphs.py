@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ddtree.runtime.plan import Buckets, DecodeSpec, ReportLayout
+from ddtree.runtime.machine import Machine
+from ddtree.runtime.plan import Buckets, DecodeSpec, Level
 from ddtree.runtime.stats import StageTimer
-from ddtree.runtime.step import Machine, decode_step
+from ddtree.runtime.step import decode_step
 from ddtree.state import RowState
 
 MAX_GRAPHS = 128
@@ -38,7 +39,7 @@ class GraphKey:
     @property
     def report_size(self) -> int:
         """Integers of the round's report."""
-        return self.batch * ReportLayout(self.spec.path_len, self.spec.num_nodes).width
+        return self.batch * self.spec.layout.width
 
     @property
     def work(self) -> tuple[int, int]:
@@ -51,17 +52,24 @@ def graph_keys(buckets: Buckets, block_size: int, page_size: int, narrow: bool) 
     """The keys to capture, at most `MAX_GRAPHS`.
 
     Every batch bucket and table width is combined with the shapes that an engine's rounds have:
-    the tree of its whole budget, the chain, plain decoding, then smaller trees, largest first.
-    When there are too many, the last are left out; they run eagerly. So do rounds over more than
-    `MAX_KEYS` keys, where the kernel set reads whole block tables (`narrow`).
+    the tree of its whole budget, the chain and plain decoding at every sampler level, then smaller
+    trees, largest first, at those that most requests have. When there are too many, the last are
+    left out; they run eagerly. So do rounds over more than `MAX_KEYS` keys, where the kernel set
+    reads whole block tables (`narrow`).
 
     Args:
         buckets: the sizes in use; `block_size`: the drafter's, 1 without one.
     """
-    shapes = [DecodeSpec("off", 1, 1)]
+    own, smaller = [DecodeSpec("off", 1, 1)], []
     if block_size > 1:
-        trees = [DecodeSpec("tree", nodes, block_size) for nodes in reversed(buckets.nodes)]
-        shapes = [trees[0], DecodeSpec("chain", block_size, block_size), *shapes, *trees[1:]]
+        trees = [
+            DecodeSpec("tree", nodes, min(nodes, block_size)) for nodes in reversed(buckets.nodes)
+        ]
+        own = [trees[0], DecodeSpec("chain", block_size, block_size), *own]
+        smaller = trees[1:]
+    levels = buckets.levels or (Level.GREEDY,)
+    shapes = [replace(spec, level=level) for level in levels for spec in own]
+    shapes += [replace(spec, level=level) for level in levels[:2] for spec in smaller]
     keys = [
         GraphKey(batch, width, shape)
         for shape in shapes

@@ -35,6 +35,7 @@ class Loop:
         memory_fraction: float,
         prefill_chunk: int,
         cuda_graphs: bool,
+        coupling: bool,
         progress: Progress,
     ) -> Loop:
         """Size the KV pools, capture the decode rounds, and put scheduler and runner together.
@@ -69,6 +70,7 @@ class Loop:
                 num_candidates=max(1, min(budget, target.config.vocab_size)),
                 device=device,
                 prefill_chunk=prefill_chunk,
+                coupling=coupling,
             )
             recorder = make_recorder(device) if captures else None
             if recorder is not None:

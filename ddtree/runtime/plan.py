@@ -4,12 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Flag, auto
 from itertools import pairwise
 
 ROW_RUNNING, ROW_STOPPED, ROW_LENGTH = 0, 1, 2
 """Row status codes of a report: goes on, hit a stop id, hit its token limit."""
 NARROWEST = 512
 """Tokens of the narrowest block table that rounds are captured with."""
+TOP_LOGPROBS = 20
+"""Most likely tokens that are reported beside each emitted one, where logprobs are asked for."""
+LOGPROB_WIDTH = 1 + 2 * TOP_LOGPROBS
+"""Integers of one token's logprobs in a report: the bits of its own, those of the most likely
+tokens' (best first), and their ids."""
+
+
+class Level(Flag):
+    """What a round's sampler does beside argmax: all that any of its rows asks for.
+
+    It costs time, but does not change the tokens of rows that ask for less.
+    """
+
+    GREEDY = 0
+    NOISE = auto()
+    TOP_K = auto()
+    TOP_P = auto()
+    MIN_P = auto()
+    BIAS = auto()
+    MIN_TOKENS = auto()
+    PENALTIES = auto()
+    LOGPROBS = auto()
+
+    FULL = NOISE | TOP_K | TOP_P | MIN_P | BIAS | MIN_TOKENS | PENALTIES
+
+
+LEVELS = (Level.GREEDY, Level.NOISE, Level.FULL, Level.FULL | Level.LOGPROBS)
+"""Levels that captured rounds come in."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +50,13 @@ class DecodeSpec:
     num_nodes: int
     """N: tree nodes per row, the root included."""
     path_len: int
-    """Most tokens that a row can emit in one round: the block size, or 1 when off."""
+    """Most tokens that a row can emit in one round: at most the block size, and N."""
+    level: Level = Level.GREEDY
+
+    @property
+    def layout(self) -> ReportLayout:
+        """Columns of the round's report."""
+        return ReportLayout(self.path_len, self.num_nodes, Level.LOGPROBS in self.level)
 
 
 @dataclass(frozen=True)
@@ -37,6 +72,7 @@ class Buckets:
     """N of tree rounds; chain and plain rounds have one size each anyway."""
     widths: tuple[int, ...] = ()
     """Block-table widths, in pages."""
+    levels: tuple[Level, ...] = ()
 
     @classmethod
     def make(
@@ -61,7 +97,12 @@ class Buckets:
             batch=(*(size for size in batches if size < max_batch_size), max_batch_size),
             nodes=tuple(sorted({*_doubling(4, most_nodes), budget + 1, most_nodes} - {1})),
             widths=(*widths, table_width),
+            levels=LEVELS,
         )
+
+    def round_level(self, level: Level) -> Level:
+        """The first of `levels` that has all of `level`."""
+        return next((known for known in self.levels if level in known), level)
 
 
 def round_up(value: int, sizes: tuple[int, ...]) -> int:
@@ -76,32 +117,47 @@ def _doubling(first: int, end: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ReportLayout:
-    """Columns of a row's report `[B, width]`: written by the step, read by the host."""
+    """Columns of a row's report `[B, width]`: written by the step, read by the host.
+
+    First the row's new length, anchor and done, then count, status. A plain round (N = 1) adds the
+    anchor that it started from; others the number of nodes, the emitted tokens and the path by
+    depth, and tokens, parents and scores of the nodes. Last come the logprobs, if any, by depth.
+    """
 
     path_len: int
     num_nodes: int
+    logprobs: bool = False
 
     @property
     def width(self) -> int:
         """Number of integers per row."""
-        return 3 + 2 * self.path_len + 3 * self.num_nodes
+        tree = 0 if self.num_nodes == 1 else 2 * self.path_len + 3 * self.num_nodes
+        return 6 + tree + self.logprobs * self.path_len * LOGPROB_WIDTH
 
     def parse(self, row: Sequence[int]) -> RowReport:
         """Split one row's integers into their fields."""
-        cuts = [3]
+        _, anchor, _, count, status, nodes = row[:6]
+        cuts = [6]
         for size in (self.path_len, self.path_len, self.num_nodes, self.num_nodes, self.num_nodes):
             cuts.append(cuts[-1] + size)
-        emitted, path, tokens, parents, scores = (row[a:b] for a, b in pairwise(cuts))
-        count, status, nodes = row[:3]
-        return RowReport(
-            status=status,
-            num_nodes=nodes,
-            emitted=list(emitted[:count]),
-            path=list(path[:count]),
-            tokens=tokens[:nodes],
-            parents=parents[:nodes],
-            score_bits=scores[:nodes],
-        )
+        if self.num_nodes == 1:
+            report = RowReport(status, 1, [anchor][:count], [0][:count], (nodes,), (0,), (0,))
+            cuts = [6]
+        else:
+            emitted, path, tokens, parents, scores = (row[a:b] for a, b in pairwise(cuts))
+            report = RowReport(
+                status=status,
+                num_nodes=nodes,
+                emitted=list(emitted[:count]),
+                path=list(path[:count]),
+                tokens=tokens[:nodes],
+                parents=parents[:nodes],
+                score_bits=scores[:nodes],
+            )
+        if self.logprobs:
+            starts = range(cuts[-1], cuts[-1] + count * LOGPROB_WIDTH, LOGPROB_WIDTH)
+            report.logprobs = [row[start : start + LOGPROB_WIDTH] for start in starts]
+        return report
 
 
 @dataclass
@@ -115,6 +171,25 @@ class RowReport:
     tokens: Sequence[int] = ()
     parents: Sequence[int] = ()
     score_bits: Sequence[int] = ()
+    logprobs: list[Sequence[int]] = field(default_factory=list)
+    """`LOGPROB_WIDTH` integers per emitted token."""
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """A request's sampling parameters as its device row has them; by default there are none."""
+
+    level: Level = Level.GREEDY
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    min_end: int = 0
+    bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,6 +201,7 @@ class Join:
     budget: int
     chain: bool
     stop_ids: tuple[int, ...]
+    sampling: SamplingRow = SamplingRow()
 
 
 @dataclass(frozen=True)
@@ -152,11 +228,19 @@ class PrefillChunk:
     anchor: int | None
     """Set when the request is resumed: its newest token; nothing is emitted then."""
     table_width: int
+    level: Level = Level.GREEDY
+    prompt_len: int = 0
+    """Length of the request's own prompt: where `tokens` of a resumed one stop being prompt."""
 
     @property
     def emits(self) -> bool:
         """Whether the chunk ends with the request's first token."""
         return self.last and self.anchor is None
+
+    @property
+    def report_width(self) -> int:
+        """Integers that it reports: the first token, the row's status, logprobs if any."""
+        return self.emits * (2 + (Level.LOGPROBS in self.level) * LOGPROB_WIDTH)
 
 
 @dataclass(frozen=True)
@@ -183,4 +267,4 @@ class Plan:
     def layout(self) -> ReportLayout:
         """Columns of the decode report."""
         assert self.spec is not None
-        return ReportLayout(self.spec.path_len, self.spec.num_nodes)
+        return self.spec.layout

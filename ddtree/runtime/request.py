@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import secrets
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddtree.config import SamplingParams
-from ddtree.runtime.plan import ROW_RUNNING, ROW_STOPPED, RowReport
+from ddtree.runtime.plan import (
+    ROW_RUNNING,
+    ROW_STOPPED,
+    TOP_LOGPROBS,
+    Level,
+    RowReport,
+    SamplingRow,
+)
 
 WAITING, PREFILL, RUNNING, FINISHED = "waiting", "prefill", "running", "finished"
 
@@ -73,7 +82,10 @@ class RequestOutput:
     stop_reason: int | str | None
     """The stop id or stop string that ended it; None for the model's own EOS or a limit."""
     seed: int | None
-    logprobs: list | None
+    """What sampled tokens depend on: the request's seed, or the one drawn for it."""
+    logprobs: list[dict[int, float]] | None
+    """Per token: its log-probability first, then those of the most likely tokens, by id; under the
+    target's distribution before temperature, penalties and filters."""
     stats: RequestStats
     trace: list[RoundTrace] | None
 
@@ -114,9 +126,14 @@ class Request:
         eos = () if params.ignore_eos else eos_ids
         self.eos_ids = frozenset(eos) - frozenset(params.stop_token_ids)
         self.stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+        self.seed = params.seed
+        if params.seed is None and params.temperature > 0:
+            self.seed = secrets.randbits(63)
+        self.sampling = _sampling_row(params, self.seed, len(prompt))
 
         self.status = WAITING
         self.output: list[int] = []
+        self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.stats = RequestStats()
@@ -150,15 +167,15 @@ class Request:
         """Prompt plus output tokens known to the host."""
         return len(self.prompt) + len(self.output)
 
-    def add_first(self, token: int, status: int) -> None:
+    def add_first(self, token: int, status: int, logprobs: Sequence[int] = ()) -> None:
         """Take the token that prefill chose."""
         self._first_token = time.perf_counter()
         self.stats.ttft = self._first_token - self._arrived
-        self._take([token], status)
+        self._take([token], status, [logprobs])
 
     def add_round(self, report: RowReport, stage_seconds: dict[str, float]) -> None:
         """Take one round's tokens, and count the round after trimming."""
-        kept = self._take(report.emitted, report.status)
+        kept = self._take(report.emitted, report.status, report.logprobs)
         stats = self.stats
         stats.rounds += 1
         stats.acceptance_histogram[kept] = stats.acceptance_histogram.get(kept, 0) + 1
@@ -193,13 +210,13 @@ class Request:
             text="".join(self._text),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            seed=None,
-            logprobs=None,
+            seed=self.seed,
+            logprobs=self.logprobs,
             stats=self.stats,
             trace=self.trace,
         )
 
-    def _take(self, ids: list[int], status: int) -> int:
+    def _take(self, ids: list[int], status: int, logprobs: Sequence[Sequence[int]]) -> int:
         """Append new ids, set the finish fields; returns the number of ids kept."""
         text, match = self._stream.push(ids)
         self._text.append(text)
@@ -212,7 +229,53 @@ class Request:
             self.finish_reason = "stop" if stopped else "length"
             self.stop_reason = last if stopped and last not in self.eos_ids else None
         self.output += ids
+        if self.logprobs is not None:
+            count = self.params.logprobs or 0
+            pairs = zip(ids, logprobs, strict=False)
+            self.logprobs += [_named(token, entry, count) for token, entry in pairs]
         return len(ids)
+
+
+def _sampling_row(params: SamplingParams, seed: int | None, prompt_len: int) -> SamplingRow:
+    """The device row of a request's parameters; what has no effect is left at its default."""
+    parts: dict[str, Any] = {}
+    level = Level.GREEDY
+    if params.logit_bias:
+        level |= Level.BIAS
+        parts["bias"] = tuple(params.logit_bias.items())
+    if params.min_new_tokens:
+        level |= Level.MIN_TOKENS
+        parts["min_end"] = prompt_len + params.min_new_tokens
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if penalties != (1.0, 0.0, 0.0):
+        level |= Level.PENALTIES
+        parts |= zip(("repetition", "presence", "frequency"), penalties, strict=True)
+    if params.logprobs is not None:
+        level |= Level.LOGPROBS
+    if params.temperature == 0:
+        return SamplingRow(level, **parts)
+    level |= Level.NOISE
+    for name, needed, neutral in (
+        ("top_k", Level.TOP_K, 0),
+        ("top_p", Level.TOP_P, 1),
+        ("min_p", Level.MIN_P, 0),
+    ):
+        if getattr(params, name) != neutral:
+            level |= needed
+            parts[name] = getattr(params, name)
+    assert seed is not None
+    return SamplingRow(level, seed, params.temperature, **parts)
+
+
+def _named(token: int, entry: Sequence[int], count: int) -> dict[int, float]:
+    """A token's logprobs by id: its own, then the `count` best; see `LOGPROB_WIDTH`."""
+    bits, ids = entry[: 1 + count], entry[1 + TOP_LOGPROBS : 1 + TOP_LOGPROBS + count]
+    own, *best = struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))
+    named = {token: own}
+    for other, value in zip(ids, best, strict=True):
+        if other >= 0:
+            named.setdefault(other, value)
+    return named
 
 
 def _trace(report: RowReport, kept: int) -> RoundTrace:

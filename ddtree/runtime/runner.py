@@ -10,14 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddtree.config.options import MAX_BIASES
 from ddtree.kernels import get_ops
 from ddtree.runtime.graphs import GraphCache, GraphKey, Progress, Recorder
 from ddtree.runtime.kv_cache import allocate_pool
-from ddtree.runtime.plan import Buckets, Plan, PrefillChunk, ReportLayout, RowReport, round_up
-from ddtree.runtime.staging import Ring, Slot, Staging
+from ddtree.runtime.machine import Machine
+from ddtree.runtime.plan import (
+    LOGPROB_WIDTH,
+    Buckets,
+    Join,
+    Level,
+    Plan,
+    PrefillChunk,
+    ReportLayout,
+    RowReport,
+    round_up,
+)
+from ddtree.runtime.prefill import note_tokens, prefill_step, resume_row, start_row
+from ddtree.runtime.sampler import Calibration
+from ddtree.runtime.staging import Ring, Slot, Staging, StepInputs, floats_of
 from ddtree.runtime.stats import StageTimer
-from ddtree.runtime.step import Machine, decode_step, prefill_step, resume_row, start_row
-from ddtree.state import RowState
+from ddtree.runtime.step import decode_step
+from ddtree.state import HEAD_COLUMNS, RowState
+
+FirstToken = tuple[int, int, list[int]]
+"""A request's first token, the row's status, and `LOGPROB_WIDTH` integers if asked for."""
 
 __all__ = ["Runner", "Ticket", "get_ops"]
 
@@ -73,6 +90,7 @@ class Runner:
         num_candidates: int,
         device: torch.device,
         prefill_chunk: int = 2048,
+        coupling: bool = True,
     ) -> Runner:
         """Allocate both KV pools, the device rows and the host buffers.
 
@@ -80,7 +98,9 @@ class Runner:
             target, drafter: built models; `drafter` is None for plain decoding only.
             num_pages: usable pages; `table_width`: pages of a block-table row.
             max_nodes: largest N of any round; `num_candidates`: K.
+            coupling: whether trees of sampled rows are made with the target's noise.
         """
+        block = 1 if drafter is None else drafter.config.block_size
 
         def pool(model: Any) -> Tensor:
             shape = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
@@ -94,10 +114,11 @@ class Runner:
             draft_kv=None if drafter is None else pool(drafter),
             page_size=page_size,
             num_candidates=num_candidates,
+            calibration=Calibration.by_hand(block - 1, device) if coupling else None,
         )
-        rows = RowState.allocate(max_batch_size, table_width, device)
-        block = 1 if drafter is None else drafter.config.block_size
-        report = ReportLayout(block, max(max_nodes, block)).width + 2
+        vocab_size = target.config.vocab_size
+        rows = RowState.allocate(max_batch_size, table_width, vocab_size, device)
+        report = ReportLayout(block, max(max_nodes, block), True).width + 2 + LOGPROB_WIDTH
         return cls(machine, rows, max_batch_size * report, prefill_chunk)
 
     def capture(
@@ -130,9 +151,9 @@ class Runner:
         plan = ticket.plan
         inputs = self.staging.send(staged, sizes)
         if plan.joins:
-            self._join(inputs.joins)
+            self._join(plan.joins, inputs)
         if plan.edits:
-            table = self.rows.block_table.view(-1)
+            table = self.rows.integers.view(-1)
             table.index_copy_(0, inputs.places, inputs.pages)
         started = time.perf_counter()
         firsts = []
@@ -144,7 +165,7 @@ class Runner:
         report = None if plan.spec is None else self._decode(plan, inputs.slot_ids, timer)
         ticket.busy_seconds = time.perf_counter() - started
         ticket.stage_seconds = timer.seconds
-        buffer, offset = ticket.report.buffer, 2 * len(firsts)
+        buffer, offset = ticket.report.buffer, sum(chunk.report_width for chunk in plan.prefills)
         if firsts:
             buffer[:offset].copy_(torch.cat(firsts), non_blocking=True)
         if report is not None:
@@ -152,19 +173,23 @@ class Runner:
             buffer[offset : offset + used].copy_(report[:used], non_blocking=True)
         ticket.report.record()
 
-    def read(self, ticket: Ticket) -> tuple[list[tuple[int, int]], list[RowReport]]:
-        """Wait for a step and read it: first tokens (token, status), and one report per row."""
+    def read(self, ticket: Ticket) -> tuple[list[FirstToken], list[RowReport]]:
+        """Wait for a step and read it: first tokens, and one report per row."""
         ticket.report.wait()
         plan = ticket.plan
-        firsts = 2 * sum(chunk.emits for chunk in plan.prefills)
+        sizes = [chunk.report_width for chunk in plan.prefills if chunk.emits]
         width = plan.layout.width if plan.spec is not None else 0
-        values = ticket.report.buffer[: firsts + width * len(plan.rows)].tolist()
-        pairs = list(zip(values[0:firsts:2], values[1:firsts:2], strict=True))
+        values = ticket.report.buffer[: sum(sizes) + width * len(plan.rows)].tolist()
+        firsts, start = [], 0
+        for size in sizes:
+            token, status, *logprobs = values[start : start + size]
+            firsts.append((token, status, logprobs))
+            start += size
         reports = [
-            plan.layout.parse(values[start : start + width])
-            for start in range(firsts, len(values), width or 1)
+            plan.layout.parse(values[at : at + width])
+            for at in range(start, len(values), width or 1)
         ]
-        return pairs, reports
+        return firsts, reports
 
     # -- pieces of a step -------------------------------------------------------------------------
 
@@ -180,36 +205,44 @@ class Runner:
         report = decode_step(self.machine, self.rows, slot_ids, plan.table_width, plan.spec, timer)
         return report.view(-1)
 
-    def _join(self, table: Tensor) -> None:
+    def _join(self, joins: Sequence[Join], inputs: StepInputs) -> None:
         """Write the device rows of requests that start or resume; they stay frozen for now."""
-        rows, slots = self.rows, table[:, 0]
-        rows.limit.index_copy_(0, slots, table[:, 1])
-        rows.budget.index_copy_(0, slots, table[:, 2])
-        rows.chain.index_copy_(0, slots, table[:, 3].bool())
-        rows.stop_ids.index_copy_(0, slots, table[:, 4:])
-        rows.done.index_fill_(0, slots, True)
-        rows.length.index_fill_(0, slots, 0)
+        rows, slots = self.rows, inputs.joins[:, 0]
+        head, floats = inputs.joins[:, 1 : 1 + HEAD_COLUMNS], inputs.joins[:, 1 + HEAD_COLUMNS :]
+        rows.integers[:, :HEAD_COLUMNS].index_copy_(0, slots, head)
         rows.block_table.index_fill_(0, slots, 0)
+        rows.floats.index_copy_(0, slots, floats_of(floats))
+        rows.bias_ids.index_fill_(0, slots, -1)
+        if len(inputs.biases):
+            biased, ids = inputs.biases[:, 0], inputs.biases[:, 1 : 1 + MAX_BIASES]
+            rows.bias_ids.index_copy_(0, biased, ids)
+            values = floats_of(inputs.biases[:, 1 + MAX_BIASES :])
+            rows.bias_values.index_copy_(0, biased, values)
+        if any(Level.PENALTIES in join.sampling.level for join in joins):
+            rows.output_counts.index_fill_(0, slots, 0)
+            rows.prompt_seen.index_fill_(0, slots, False)
 
     def _prefill(self, chunk: PrefillChunk, integers: Tensor) -> Tensor | None:
-        """Run one chunk; returns its first token and status when it emits.
+        """Run one chunk; returns its first token and status, and logprobs, when it emits.
 
         integers: [1 + T] its slot, then its tokens.
         """
-        slot = integers[:1]
+        slot, tokens = integers[:1], integers[None, 1:]
         hidden = prefill_step(
             self.machine,
             self.rows,
             slot,
-            integers[None, 1:],
+            tokens,
             chunk.start,
             chunk.table_width,
             chunk.context,
         )
+        if Level.PENALTIES in chunk.level:
+            note_tokens(self.rows, slot, tokens, chunk.start, chunk.prompt_len)
         if not chunk.last:
             return None
         length = chunk.start + len(chunk.tokens)
         if chunk.anchor is not None:
-            resume_row(self.rows, slot, length, chunk.anchor)
+            resume_row(self.rows, slot, length, chunk.anchor, chunk.level)
             return None
-        return start_row(self.machine, self.rows, slot, length, hidden)
+        return start_row(self.machine, self.rows, slot, length, hidden, chunk.level)

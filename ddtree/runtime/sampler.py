@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree.kernels.sampling import (
@@ -17,6 +18,7 @@ from ddtree.kernels.sampling import (
     process_logits,
     token_logprobs,
 )
+from ddtree.runtime.plan import TOP_LOGPROBS
 from ddtree.tree.build import Tree
 from ddtree.tree.noise import gumbel
 
@@ -37,6 +39,24 @@ class Sampling:
 
     filters: Filters
     adjustments: Adjustments | None = None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How coupled candidates are ranked and weighted at each depth; see `rank_candidates`."""
+
+    alpha: Tensor
+    """[L] float32 trust in the drafter: what its log-probabilities are multiplied by."""
+    scale: Tensor
+    """[L] float32 what perturbed scores are divided by to be weights."""
+
+    @classmethod
+    def by_hand(cls, depth: int, device: torch.device) -> Calibration:
+        """Values that do for any drafter."""
+        return cls(
+            alpha=torch.full((depth,), 1.5, device=device),
+            scale=torch.full((depth,), 2.0, device=device),
+        )
 
 
 def choose(target: Any, ops: Any, hidden: Tensor) -> Tensor:
@@ -71,7 +91,7 @@ def choose_nodes(
     target: Any,
     ops: Any,
     hidden: Tensor,
-    noise: Tensor,
+    noise: Tensor | None,
     sampling: Sampling,
     depths: Tensor,
     positions: Tensor,
@@ -79,7 +99,7 @@ def choose_nodes(
 ) -> Tensor:
     """The target's sampled token after every node of `hidden [B, N, H]` -> `[B, N]` int64.
 
-    noise:     [B, P, V] float32, see `scaled_noise`.
+    noise:     [B, P, V] float32, see `scaled_noise`; None when all rows are greedy.
     depths:    [B, N] int64, each less than P.
     positions: [B, N] int64 absolute position of the token that a node chooses: one more than its
                own.
@@ -99,9 +119,10 @@ def choose_nodes(
             if part.adjustments is not None:
                 path = None if paths is None else paths[rows, columns]
                 process_logits(logits, positions[rows, columns], path, part.adjustments)
-            filter_logits(logits, part.filters)
-            scores = perturb_nodes(logits, noise[rows], depths[rows, columns])
-            parts.append(ops.argmax(scores).view(-1))
+            if noise is not None:
+                filter_logits(logits, part.filters)
+                logits = perturb_nodes(logits, noise[rows], depths[rows, columns])
+            parts.append(ops.argmax(logits).view(-1))
     chosen = parts[0] if len(parts) == 1 else torch.cat(parts)
     return chosen.view(batch, nodes)
 
@@ -109,7 +130,7 @@ def choose_nodes(
 def path_tokens(tree: Tree, max_depth: int) -> Tensor:
     """Tokens from each node up to the root, without the root's, padded with -1: [B, N, L] int64."""
     names = tree.tokens.clone()
-    names[:, 0] = -1
+    names[:, 0].fill_(-1)
     node = torch.arange(names.shape[1], device=names.device).expand_as(names)
     tokens = []
     for _ in range(max_depth):
@@ -137,6 +158,15 @@ def path_logprobs(
     own, ids, best = (torch.cat(part) for part in zip(*parts, strict=True))
     shape = (batch, length, count)
     return own.view(batch, length), ids.view(shape), best.view(shape)
+
+
+def pack_logprobs(target: Any, hidden: Tensor, chosen: Tensor) -> Tensor:
+    """As `path_logprobs`, as a report has them: [B, D * LOGPROB_WIDTH] int64."""
+    known = min(TOP_LOGPROBS, target.config.vocab_size)
+    own, ids, best = path_logprobs(target, hidden, chosen, known)
+    values = torch.cat((own.unsqueeze(2), F.pad(best, (0, TOP_LOGPROBS - known))), 2)
+    ids = F.pad(ids, (0, TOP_LOGPROBS - known), value=-1)
+    return torch.cat((values.view(torch.int32).long(), ids), 2).flatten(1)
 
 
 def _blocks(batch: int, nodes: int, vocab: int, limit: int) -> Iterator[tuple[slice, slice]]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from ddtree.runtime.pages import PageAllocator, pages_for
 from ddtree.runtime.plan import (
@@ -183,14 +186,16 @@ class Scheduler:
         return 1 + (self.config.block_size - 1 if request.chain else request.budget)
 
     def _spec(self, rows: list[Request]) -> DecodeSpec:
-        """The round's static shape: the widest of its rows."""
+        """The round's static shape: the widest of its rows, and the most that any samples with."""
         nodes = max(self._nodes(r) for r in rows)
+        asked = reduce(or_, (r.sampling.level for r in rows))
+        level = self.config.buckets.round_level(asked)
         if nodes == 1:
-            return DecodeSpec("off", 1, 1)
+            return DecodeSpec("off", 1, 1, level)
         if all(r.chain for r in rows):
-            return DecodeSpec("chain", nodes, self.config.block_size)
+            return DecodeSpec("chain", nodes, self.config.block_size, level)
         nodes = round_up(nodes, self.config.buckets.nodes)
-        return DecodeSpec("tree", nodes, self.config.block_size)
+        return DecodeSpec("tree", nodes, min(nodes, self.config.block_size), level)
 
     def _reach(self, request: Request, nodes: int) -> int:
         """Slots that a round launched now may touch: what is committed by then, and scratch."""
@@ -259,7 +264,8 @@ class Scheduler:
             request.prefilled = request.known_len = request.pending = request.max_pending = 0
             self._active.append(request)
             budget = self._nodes(request) - 1
-            joins.append(Join(request.slot, request.limit, budget, request.chain, request.stop_ids))
+            row = (request.slot, request.limit, budget, request.chain, request.stop_ids)
+            joins.append(Join(*row, request.sampling))
             self._grow(request, need)
         return joins
 
@@ -286,6 +292,8 @@ class Scheduler:
                 last=last,
                 anchor=request.output[-1] if request.output else None,
                 table_width=self._width(start + len(tokens)),
+                level=request.sampling.level,
+                prompt_len=len(request.prompt),
             )
             chunks.append(chunk)
             if last:
@@ -299,7 +307,7 @@ class Scheduler:
     def collect(
         self,
         plan: Plan,
-        first_tokens: list[tuple[int, int]],
+        first_tokens: Sequence[tuple[int, int, Sequence[int]]],
         reports: list[RowReport],
         stage_seconds: dict[str, float],
     ) -> list[Request]:
@@ -307,17 +315,17 @@ class Scheduler:
 
         Args:
             plan: the step's plan.
-            first_tokens: (token, status) of every chunk that emits, in order.
+            first_tokens: (token, status, logprobs) of every chunk that emits, in order.
             reports: one per decode row.
             stage_seconds: the decode round's stage times.
         """
         finished = []
         chunks = [c for c in plan.prefills if c.emits]
-        for chunk, (token, status) in zip(chunks, first_tokens, strict=True):
+        for chunk, (token, status, logprobs) in zip(chunks, first_tokens, strict=True):
             request = self._current(chunk.request_id, chunk.epoch)
             if request is not None:
                 request.pending -= 1
-                request.add_first(token, status)
+                request.add_first(token, status, logprobs)
                 if request.finish_reason:
                     self._finish(request)
                     finished.append(request)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ddtree.config.options import MAX_STOP_IDS
+from ddtree.config.options import MAX_BIASES, MAX_STOP_IDS
 from ddtree.runtime.plan import Join, Plan
+from ddtree.state import FLOATS, HEAD_COLUMNS, SCALARS
 
-JOIN_INTEGERS = 4 + MAX_STOP_IDS
+JOIN_INTEGERS = 1 + HEAD_COLUMNS + len(FLOATS)
+BIAS_INTEGERS = 1 + 2 * MAX_BIASES
 
 
 @dataclass
@@ -66,9 +69,13 @@ class StepInputs:
     slot_ids: Tensor
     """[B] device rows of the decode round, padding rows last."""
     joins: Tensor
-    """[J, 4 + MAX_STOP_IDS] slot, limit, budget, chain, stop ids padded with -1."""
+    """[J, JOIN_INTEGERS] slot, then `Rows.integers` without pages, then the bits of
+    `RowState.floats`."""
+    biases: Tensor
+    """[J', BIAS_INTEGERS] slot, token ids padded with -1, the bits of what is added to their
+    logits; of the joining rows that have any."""
     places: Tensor
-    """[E] entries of the flattened block tables that get new pages."""
+    """[E] places in the flattened `Rows.integers` that get new pages."""
     pages: Tensor
     """[E] those pages."""
     chunks: list[Tensor]
@@ -91,21 +98,27 @@ class Staging:
     @staticmethod
     def capacity(max_batch_size: int, table_pages: int, prefill_chunk: int) -> int:
         """Integers of the largest plan; `table_pages`: entries of all block tables in use."""
-        return max_batch_size * (2 + JOIN_INTEGERS) + 2 * table_pages + prefill_chunk
+        per_row = 2 + JOIN_INTEGERS + BIAS_INTEGERS
+        return max_batch_size * per_row + 2 * table_pages + prefill_chunk
 
     def write(self, plan: Plan, slot_ids: list[int]) -> tuple[Slot, list[int]]:
         """Fill the next host buffer; returns it, and the sizes of its parts."""
         values = list(slot_ids)
         sizes = [len(values)]
         for join in plan.joins:
-            padding = [-1] * (MAX_STOP_IDS - len(join.stop_ids))
             values += _integers(join)
-            values += padding
         sizes.append(len(plan.joins) * JOIN_INTEGERS)
+        biased = [join for join in plan.joins if join.sampling.bias]
+        for join in biased:
+            values += _biases(join)
+        sizes.append(len(biased) * BIAS_INTEGERS)
         edits = plan.edits
         if edits:
-            width = self.table_width
-            values += [e.slot * width + e.start + i for e in edits for i in range(len(e.pages))]
+            width = HEAD_COLUMNS + self.table_width
+            starts = [e.slot * width + HEAD_COLUMNS + e.start for e in edits]
+            values += [
+                at + i for at, e in zip(starts, edits, strict=True) for i in range(len(e.pages))
+            ]
             values += [page for e in edits for page in e.pages]
         entries = sum(len(e.pages) for e in edits)
         sizes += [entries, entries]
@@ -124,9 +137,40 @@ class Staging:
         used = self._device[: sum(sizes)]
         used.copy_(slot.buffer[: sum(sizes)], non_blocking=True)
         slot.record()
-        slot_ids, joins, places, pages, *chunks = used.split(sizes)
-        return StepInputs(slot_ids, joins.view(-1, JOIN_INTEGERS), places, pages, chunks)
+        slot_ids, joins, biases, places, pages, *chunks = used.split(sizes)
+        joins, biases = joins.view(-1, JOIN_INTEGERS), biases.view(-1, BIAS_INTEGERS)
+        return StepInputs(slot_ids, joins, biases, places, pages, chunks)
+
+
+def floats_of(bits: Tensor) -> Tensor:
+    """The float32 numbers whose bits `bits [...]` int64 are."""
+    return bits.to(torch.int32).view(torch.float32)
 
 
 def _integers(join: Join) -> list[int]:
-    return [join.slot, join.limit, join.budget, int(join.chain), *join.stop_ids]
+    """The row as it joins: no tokens yet, and frozen."""
+    s = join.sampling
+    scalars = {
+        "length": 0,
+        "anchor": 0,
+        "done": 1,
+        "limit": join.limit,
+        "budget": join.budget,
+        "chain": int(join.chain),
+        "seed": s.seed,
+        "top_k": s.top_k,
+        "min_end": s.min_end,
+    }
+    floats = _bits([getattr(s, name) for name in FLOATS])
+    stop_ids = [*join.stop_ids, *[-1] * (MAX_STOP_IDS - len(join.stop_ids))]
+    return [join.slot, *(scalars[name] for name in SCALARS), *stop_ids, *floats]
+
+
+def _biases(join: Join) -> list[int]:
+    ids, values = zip(*join.sampling.bias, strict=True)
+    padding = MAX_BIASES - len(ids)
+    return [join.slot, *ids, *[-1] * padding, *_bits([*values, *[0.0] * padding])]
+
+
+def _bits(values: list[float]) -> list[int]:
+    return list(struct.unpack(f"{len(values)}i", struct.pack(f"{len(values)}f", *values)))

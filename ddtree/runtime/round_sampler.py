@@ -1,0 +1,131 @@
+"""What a round samples with: its rows' parameters and noise, for the tree and the target alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddtree.kernels.sampling import Adjustments, Filters, Penalties, rank_candidates
+from ddtree.runtime.machine import Machine
+from ddtree.runtime.plan import Level
+from ddtree.runtime.sampler import Sampling, choose, choose_nodes, path_tokens, scaled_noise
+from ddtree.state import FLOATS, Rows, RowState
+from ddtree.tree.build import Tree
+
+
+@dataclass
+class RoundSampler:
+    """What a round's choices depend on beside the logits; the tree may look at the noise, too."""
+
+    machine: Machine
+    level: Level
+    depths: int
+    sampling: Sampling | None = None
+    """None where all rows choose by plain argmax."""
+    noise: Tensor | None = None
+    """[B, depths, V]; None where all rows are greedy."""
+
+    @classmethod
+    def make(
+        cls,
+        machine: Machine,
+        rows: RowState,
+        row: Rows,
+        slot_ids: Tensor,
+        level: Level,
+        length: Tensor,
+        depths: int,
+    ) -> RoundSampler:
+        """The sampler of the rows `slot_ids [B]` for nodes at positions from `length [B]` on.
+
+        Args:
+            row: the integers of those rows.
+            depths: how many depths the nodes have, the root's included.
+        """
+        level &= ~Level.LOGPROBS
+        if not level:
+            return cls(machine, level, depths)
+        sampling, noise = gather_sampling(rows, row, slot_ids, level), None
+        if Level.NOISE in level:
+            vocab = machine.target.config.vocab_size
+            temperature = sampling.filters.temperature
+            noise = scaled_noise(row.seed, temperature, length, depths, vocab)
+        return cls(machine, level, depths, sampling, noise)
+
+    def candidates(self, logits: Tensor, chain: bool) -> tuple[Tensor, Tensor]:
+        """Candidates of every depth and their weights, [B, L, K] each, from `logits [B, L, V]`.
+
+        For a chain only the ids matter, and K is 1.
+        """
+        machine = self.machine
+        count = 1 if chain else machine.num_candidates
+        trust = machine.calibration
+        if self.noise is None or self.sampling is None or (chain and trust is None):
+            if chain:
+                ids = machine.ops.argmax(logits).unsqueeze(2)
+                return ids, ids
+            return machine.ops.top_candidates(logits, count)
+        temperature = self.sampling.filters.temperature
+        if trust is None:
+            return rank_candidates(logits, temperature, count)
+        depth = logits.shape[1]
+        noise, alpha, scale = self.noise[:, :depth], trust.alpha[:depth], trust.scale[:depth]
+        if chain:
+            ids = machine.ops.argmax(torch.addcmul(noise, logits, alpha[:, None])).unsqueeze(2)
+            return ids, ids
+        return rank_candidates(logits, temperature, count, noise, alpha, scale)
+
+    def choose(self, hidden: Tensor, tree: Tree | None, positions: Tensor) -> Tensor:
+        """The target's token after every node of `hidden [B, N, H]` -> `[B, N]` int64.
+
+        tree: None where every row has one node; positions: [B, N] int64 of the nodes themselves.
+        """
+        machine = self.machine
+        if self.sampling is None:
+            return choose(machine.target, machine.ops, hidden)
+        paths, depths = None, torch.zeros_like(positions) if tree is None else tree.depths
+        if tree is not None and Level.PENALTIES in self.level:
+            paths = path_tokens(tree, self.depths - 1)
+        return choose_nodes(
+            machine.target,
+            machine.ops,
+            hidden,
+            self.noise,
+            self.sampling,
+            depths,
+            positions + 1,
+            paths,
+        )
+
+
+def gather_sampling(rows: RowState, row: Rows, slot_ids: Tensor, level: Level) -> Sampling:
+    """The parameters that `level` makes use of, for the rows `slot_ids [B]`.
+
+    row: the integers of those rows.
+    """
+    values = dict(zip(FLOATS, rows.floats.index_select(0, slot_ids).unbind(1), strict=True))
+    filters = Filters(
+        temperature=values["temperature"],
+        top_k=row.top_k if Level.TOP_K in level else None,
+        top_p=values["top_p"] if Level.TOP_P in level else None,
+        min_p=values["min_p"] if Level.MIN_P in level else None,
+    )
+    if not level & (Level.BIAS | Level.MIN_TOKENS | Level.PENALTIES):
+        return Sampling(filters)
+    adjustments = Adjustments()
+    if Level.BIAS in level:
+        adjustments.bias_ids = rows.bias_ids.index_select(0, slot_ids)
+        adjustments.bias_values = rows.bias_values.index_select(0, slot_ids)
+    if Level.MIN_TOKENS in level:
+        adjustments.stop_ids, adjustments.min_end = row.stop_ids, row.min_end
+    if Level.PENALTIES in level:
+        adjustments.penalties = Penalties(
+            repetition=values["repetition"],
+            presence=values["presence"],
+            frequency=values["frequency"],
+            output_counts=rows.output_counts.index_select(0, slot_ids),
+            prompt_seen=rows.prompt_seen.index_select(0, slot_ids),
+        )
+    return Sampling(filters, adjustments)
