@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class _Column:
         self.index = SCALARS.index(name)
 
     def __get__(self, rows: Rows, owner: type) -> Tensor:
-        return rows.integers.select(1, self.index)
+        return rows.scalars[self.index]
 
 
 @dataclass
@@ -75,6 +76,11 @@ class Rows:
     top_k = _Column()
     min_end = _Column()
     """At positions before it no stop id is chosen."""
+
+    @cached_property
+    def scalars(self) -> tuple[Tensor, ...]:
+        """All columns, made once: `integers` is never bound to another tensor."""
+        return self.integers.narrow(1, 0, len(SCALARS)).unbind(1)
 
     @property
     def stop_ids(self) -> Tensor:
