@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from ddtree.kernels.lazy import Arg, constexpr, kernel, tl
-from ddtree.kernels.paged_plan import KINDS, choose_splits, choose_tile, power_of_two
+from ddtree.kernels.paged_plan import KINDS, Tile, choose_splits, choose_tile, power_of_two
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 LOG2_E = 1.4426950408889634
-MERGE_ELEMENTS = 8192
-"""Partial results that one program of the merge holds in registers."""
+MERGE_ELEMENTS = 8192  # of partial results that one program of the merge holds in registers
 
 
 @kernel
@@ -86,6 +85,7 @@ def attention_kernel(
     BLOCK_D: constexpr,
     BLOCK_M: constexpr,
     BLOCK_N: constexpr,
+    OWN_STAGES: constexpr,
 ) -> None:
     """Programs: (tiles of node * GROUP + g, row * KV_HEADS + head, split of the keys).
 
@@ -139,7 +139,7 @@ def attention_kernel(
             query, total, top, weight, kv, table, keys, loaded, visible, scale, PAGE, SLOT, DIM,
             BLOCK_D,
         )  # fmt: skip
-    for block in range(tl.maximum(low, prefix_blocks), high):
+    for block in tl.range(tl.maximum(low, prefix_blocks), high, num_stages=OWN_STAGES):
         own_block = own_start + block - prefix_blocks
         own = own_block * BLOCK_N + column
         loaded = own < num_tokens
@@ -215,6 +215,18 @@ def merge_kernel(
     at += pair % KV_HEADS * GROUP + packed % GROUP
     mask = (packed < rows)[:, None] & (dim < DIM)[None, :]
     tl.store(out + at[:, None] * DIM + dim[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+def tile_constants(tile: Tile, kind: str) -> dict[str, int]:
+    """The constants of a launch of `attention_kernel` that follow from its tile."""
+    # A tree has few blocks of its own; pipelining them costs the prefix's loop registers.
+    stages = 1 if kind == "tree" else tile.stages
+    return {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "OWN_STAGES": stages}
+
+
+def merge_rows(splits: int, dim: int) -> int:
+    """Rows that one program of the merge takes, of `splits` and `dim` numbers each."""
+    return max(1, MERGE_ELEMENTS // (splits * dim))
 
 
 @torch.library.custom_op(
@@ -297,15 +309,13 @@ def paged_attention(
         SPLIT=splits > 1,
         PAGE=page_size,
         **head_shape,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
+        **tile_constants(tile, kind),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     if splits > 1:
         block_s = power_of_two(splits)
-        block_r = max(1, MERGE_ELEMENTS // (block_s * power_of_two(dim)))
-        block_r = min(block_r, power_of_two(tokens * group))
+        block_r = min(merge_rows(block_s, power_of_two(dim)), power_of_two(tokens * group))
         merge_kernel[-(-tokens * group // block_r), batch * kv_heads](
             partial, levels, out, tokens, splits, **head_shape, BLOCK_S=block_s, BLOCK_R=block_r
         )
@@ -325,13 +335,11 @@ def _check(
     dim = q.shape[3]
     if dim not in HEAD_DIMS and (dim < 16 or dim & (dim - 1)):
         raise ValueError(f"q: expected a head size of {HEAD_DIMS}, got {dim}")
-    if not kv_layer.is_contiguous() or kv_layer.shape[1:] != (2, kv_layer.shape[2], dim):
+    kv_heads = kv_layer.shape[2]
+    if not kv_layer.is_contiguous() or kv_layer.shape[1:] != (2, kv_heads, dim):
         raise ValueError(f"kv_layer: expected contiguous [slots, 2, Hkv, {dim}]")
-    if kv_layer.dtype != q.dtype or q.shape[2] % kv_layer.shape[2]:
-        raise ValueError(
-            f"kv_layer: {kv_layer.shape[2]} heads of {kv_layer.dtype} do not fit q's "
-            f"{q.shape[2]} of {q.dtype}"
-        )
+    if kv_layer.dtype != q.dtype or q.shape[2] % kv_heads:
+        raise ValueError(f"kv_layer: {kv_heads} heads of {kv_layer.dtype} do not fit q's")
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"q: expected float32, float16 or bfloat16, got {q.dtype}")
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:

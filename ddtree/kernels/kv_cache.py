@@ -11,6 +11,7 @@ from ddtree.kernels.paged_plan import power_of_two
 MOVE_ELEMENTS = 8192
 """Elements of all moved rows that one program holds in registers, between load and store."""
 MAX_MOVED = 4096
+WRITE_ELEMENTS = 1024
 HEADS_PER_PROGRAM = 8
 
 
@@ -136,6 +137,11 @@ def rotate_kernel(
     tl.store(kv + at + DIM // 2, high, mask=mine)
 
 
+def move_columns(rows: int, slot: int) -> int:
+    """Elements of each of `rows` slots that one program moves."""
+    return min(max(MOVE_ELEMENTS // rows, 16), power_of_two(slot))
+
+
 @torch.library.custom_op(
     "ddtree::write_kv",
     mutates_args=("kv_layer",),
@@ -159,7 +165,7 @@ def write_kv(kv_layer: Tensor, slots: Tensor, kv: Tensor) -> None:
         raise ValueError(f"kv: {tuple(kv.shape)} does not fit {tuple(slots.shape)} slots")
     if not kv.shape[1] or not kv[0, 0].is_contiguous():
         raise ValueError("kv: expected at least a token, its keys and values side by side")
-    block = min(power_of_two(slot), 1024)
+    block = min(power_of_two(slot), WRITE_ELEMENTS)
     write_kernel[slots.numel(), -(-slot // block)](
         kv,
         kv.stride(0),
@@ -196,7 +202,7 @@ def move_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     if not count:
         return
     block_r = power_of_two(count)
-    block_c = min(max(MOVE_ELEMENTS // block_r, 16), power_of_two(slot))
+    block_c = move_columns(block_r, slot)
     move_kernel[-(-slot // block_c), kv.shape[0]](
         kv, source, target, count, kv.stride(0), SLOT=slot, BLOCK_R=block_r, BLOCK_C=block_c
     )

@@ -32,16 +32,17 @@ def power_of_two(size: int) -> int:
 def choose_tile(rows: int, head_dim: int, itemsize: int, hip: bool = False) -> Tile:
     """The tile for `rows` = T * G packed query rows.
 
-    Bounded by registers (the float32 accumulator is rows x head_dim) and by the smallest shared
-    memory of the chips we compile for: 163 KB on sm_80, 64 KB on gfx942.
+    Bounded by registers (the float32 accumulator is rows x head_dim, and float32 products take no
+    tensor cores) and by the smallest shared memory of the chips we compile for: 163 KB on sm_80,
+    64 KB on gfx942. The page numbers are a load before the loads, and triton gives each its share
+    of the stages: with 5 there are two blocks of keys and values under way, with 3 none.
     """
     wide = head_dim > 128
     if itemsize == 4:
-        most, keys, stages = (16, 16, 1) if wide else (32, 32, 1)
-    else:
-        most, keys, stages = (64, 32, 2) if wide else (128, 64, 3)
-    block = min(max(power_of_two(rows), 16), most)
-    return Tile(block, keys, 8 if block == 128 else 4, min(stages, 2) if hip else stages)
+        return Tile(16, 16, 4, 1)
+    block = min(max(power_of_two(rows), 16), 64 if wide else 128)
+    warps = 8 if block * head_dim > 64 * 128 else 4
+    return Tile(block, 32, warps, 2) if hip else Tile(block, 32 if wide else 64, warps, 5)
 
 
 def choose_splits(programs: int, batch: int, key_blocks: int, multiprocessors: int) -> int:
