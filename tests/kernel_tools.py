@@ -68,7 +68,8 @@ class Usage:
     stack: int
     """Bytes per thread outside of registers: stack, local memory, scratch."""
     spills: int
-    """Registers spilled; on NVIDIA they show as stack."""
+    """Vector registers spilled, on AMD; on NVIDIA they show as stack. Scalar ones that spill go to
+    lanes of a vector register there, and show as stack only where they don't."""
 
 
 def compile_kernel(
@@ -128,17 +129,16 @@ def _compile(
     shared = made.metadata.shared
     if "amdgcn" in made.asm:
         text = made.asm["amdgcn"]
-        vgprs, stack, *spills = (
+        vgprs, stack, spills = (
             sum(map(int, re.findall(rf"\.{key}:\s*(\d+)", text)))
             for key in (
                 "vgpr_count",
                 "private_segment_fixed_size",
-                "sgpr_spill_count",
                 "vgpr_spill_count",
             )
         )
         assert "private_segment_fixed_size" in text
-        return Usage(vgprs, shared, stack, sum(spills))
+        return Usage(vgprs, shared, stack, spills)
     return _cuda_usage(made.asm["cubin"], shared)
 
 

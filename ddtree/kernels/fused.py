@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddtree.kernels import flash
 from ddtree.kernels.attention import paged_attention
-from ddtree.kernels.kv_cache import move_kv, write_kv
+from ddtree.kernels.kv_cache import move_kv, rotate_and_write, write_kv
 from ddtree.kernels.paged_plan import PagedPlan, check_plan
 from ddtree.kernels.reference import TorchOps, View
 
 USUAL_MULTIPROCESSORS = 132
 """What launches are cut for where the device cannot be asked."""
+
+logger = logging.getLogger("ddtree")
 
 
 class TritonOps(TorchOps):
@@ -29,6 +33,13 @@ class TritonOps(TorchOps):
         self.multiprocessors = USUAL_MULTIPROCESSORS
         if device.type == "cuda":
             self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._flash, self._flash_state = flash.load(device)
+        self._refusals: dict[tuple[int, torch.dtype, int], str] = {}
+
+    def describe(self) -> dict[str, str]:
+        """What serves which calls, and why: `attention`, and `causal attention` once it ran."""
+        causal = ", ".join(dict.fromkeys(map(self._choice, self._refusals.values())))
+        return {"attention": "triton", "causal attention": causal or "not called yet"}
 
     # -- attention over pages -----------------------------------------------------------------
 
@@ -51,8 +62,14 @@ class TritonOps(TorchOps):
         return plan
 
     def attention(self, q: Tensor, kv_layer: Tensor, plan: Any, view: View, scale: float) -> Tensor:
-        """Attend from `q [B, T, Hq, D]` to the paged keys of `kv_layer [slots, 2, Hkv, D]`."""
+        """Attend from `q [B, T, Hq, D]` to the paged keys of `kv_layer [slots, 2, Hkv, D]`.
+
+        Causal views (prefill chunks, chains, plain decoding) go to flash-attn where it can be had
+        and reads such pages.
+        """
         kind, window = view
+        if kind == "causal" and self._takes_flash(plan.page_size, q.dtype, q.shape[3]):
+            return flash.attend(self._flash, q, kv_layer, plan, window, scale)
         return paged_attention(
             q,
             kv_layer,
@@ -66,6 +83,18 @@ class TritonOps(TorchOps):
             self.multiprocessors,
         )
 
+    def _takes_flash(self, page_size: int, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether causal calls of this kind go to flash-attn; said once to the log."""
+        call = (page_size, dtype, head_dim)
+        if call not in self._refusals:
+            refusal = self._flash_state if self._flash is None else flash.refusal(*call)
+            self._refusals[call] = refusal
+            logger.info("causal attention: %s", self._choice(refusal))
+        return not self._refusals[call]
+
+    def _choice(self, refusal: str) -> str:
+        return f"triton ({refusal})" if refusal else self._flash_state
+
     # -- KV pages -----------------------------------------------------------------------------
 
     def write_kv(self, kv_layer: Tensor, slots: Tensor, kv: Tensor) -> None:
@@ -75,6 +104,24 @@ class TritonOps(TorchOps):
     def move_kv(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
         """As `TorchOps.move_kv`, for all layers of `kv [layers, slots, 2, Hkv, D]` at once."""
         move_kv(kv, source, target)
+
+    def rotate_and_write(
+        self,
+        heads: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        slots: Tensor,
+        kv: Tensor,
+    ) -> Tensor:
+        """Norm and rotate queries and keys and store keys and values: one launch for all layers.
+
+        In place of two `rms_norm`s, one or two `rope`s and a `write_kv` per layer; see
+        `ddtree.kernels.kv_cache.rotate_and_write`.
+        """
+        return rotate_and_write(heads, cos, sin, q_weight, k_weight, eps, slots, kv)
 
     # -- dense ------------------------------------------------------------------------------
 
