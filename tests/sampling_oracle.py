@@ -49,6 +49,8 @@ def adjusted(
 def kept(x: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, float]:
     """Which of `x [V]` the filters keep, and how near the nearest boundary is."""
     keep, margin = torch.ones(len(x), dtype=torch.bool), float("inf")
+    if not params.top_k and params.top_p == 1 and not params.min_p:
+        return keep, margin
     ordered, order = x.sort(descending=True)
     if 0 < params.top_k < len(x):
         keep = x >= ordered[params.top_k - 1]
