@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 from kernel_tools import compile_kernel
 
 from ddtree.kernels import attention, kv_cache
-from ddtree.kernels.paged_plan import KINDS, choose_tile, power_of_two
+from ddtree.kernels.paged_plan import (
+    KINDS,
+    Chip,
+    choose_tile,
+    merge_rows,
+    power_of_two,
+    tile_constants,
+)
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -115,18 +122,22 @@ OTHERS = {
         **dict.fromkeys(("table", "prefix", "words"), "*i64"),
         "scale": "fp32",
         **dict.fromkeys(("window", "num_tokens", "q_row", "q_token", "table_row"), "i32"),
-        **dict.fromkeys(("words_row", "words_token"), "i32"),
+        **dict.fromkeys(("prefix_row", "words_row", "words_token"), "i32"),
     },
     "merge_kernel": {"partial": "*fp32", "levels": "*fp32", "num_tokens": "i32", "splits": "i32"},
     "rotate_kernel": {
         **dict.fromkeys(("row_stride", "token_stride", "layer_heads", "num_tokens"), "i32"),
+        "slots_row": "i32",
         **dict.fromkeys(("cos", "sin"), "*fp32"),
         "eps": "fp32",
         "slots": "*i64",
         "layer_stride": "i64",
     },
     "move_kernel": {"source": "*i64", "target": "*i64", "count": "i32", "layer_stride": "i64"},
-    "write_kernel": {"kv_row": "i32", "kv_token": "i32", "slots": "*i64", "num_tokens": "i32"},
+    "write_kernel": {
+        **dict.fromkeys(("kv_row", "kv_token", "slots_row", "num_tokens"), "i32"),
+        "slots": "*i64",
+    },
 }
 SIXTEENS = ("q_row", "q_token", "row_stride", "token_stride", "layer_stride", "kv_row", "kv_token")
 
@@ -137,16 +148,16 @@ def compile_variant(variant, chip):
     pointer = f"*{variant.dtype}"
     signature = {**OTHERS[name], **dict.fromkeys(POINTERS[name], pointer)}
     if name == "attention_kernel":
-        hip = chip.startswith("gfx")
-        tile = choose_tile(variant.rows, constants["DIM"], BYTES[variant.dtype], hip)
-        constants |= attention.tile_constants(tile, "tree" if constants["KIND"] == 2 else "")
+        about = Chip(lean=chip in ("sm_80", "gfx942"), hip=chip == "gfx942")
+        tile = choose_tile(variant.rows, constants["DIM"], BYTES[variant.dtype], about)
+        constants |= tile_constants(tile, "tree" if constants["KIND"] == 2 else "")
         constants["BLOCK_D"] = power_of_two(constants["DIM"])
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         part = "*fp32" if constants["SPLIT"] else pointer
         signature |= {"partial": part, "levels": part}
     elif name == "merge_kernel":
         constants["BLOCK_D"] = power_of_two(constants["DIM"])
-        constants["BLOCK_R"] = attention.merge_rows(constants["BLOCK_S"], constants["BLOCK_D"])
+        constants["BLOCK_R"] = merge_rows(constants["BLOCK_S"], constants["BLOCK_D"])
     elif name == "rotate_kernel":
         constants |= {"HALF": power_of_two(constants["DIM"] // 2)}
         constants["BLOCK_H"] = kv_cache.HEADS_PER_PROGRAM

@@ -1,5 +1,6 @@
 """Attention over pages, in the interpreter: against float64 and the torch ops, unused slots NaN."""
 
+import contextlib
 import itertools
 import math
 import random
@@ -10,7 +11,7 @@ import torch
 from kernel_tools import interpreted
 
 from ddtree.kernels.attention import paged_attention
-from ddtree.kernels.paged_plan import PagedPlan, check_plan, choose_splits, choose_tile
+from ddtree.kernels.paged_plan import Chip, PagedPlan, check_plan, choose_splits, choose_tile
 from ddtree.kernels.reference import NULL_PAGE, TorchOps
 from ddtree.tree import build_tree
 
@@ -110,10 +111,13 @@ def make(case, seed=0):
             [int(table[row, at // case.page]) * case.page + at % case.page for at in range(length)]
         )
         kv[slots[-1]] = torch.randn(length, *kv.shape[1:], generator=generator).to(dtype)
-    # As the models hand them over: the first heads of a wider matrix product.
+    # As the engine hands them over: the first heads of a wider matrix product, and columns of
+    # the rows' state.
     wide = torch.randn(batch, case.tokens, q_heads + 2, case.dim, generator=generator)
     q = wide.to(dtype)[:, :, :q_heads]
-    prefix = torch.tensor(case.contexts).clamp_min(0)
+    lengths = torch.tensor(case.contexts).clamp_min(0)
+    state = torch.cat((lengths[:, None], torch.full((batch, 2), 1 << 40), table), 1)
+    prefix, table = state[:, 0], state[:, 3:]
     words = None
     if case.view == TREE:
         trees = [bits_of(parents_of(case.shape, case.tokens, rng)) for _ in range(batch)]
@@ -139,8 +143,8 @@ def oracle(case, q, kv, words, slots):
 
 
 def run(case, q, kv, table, prefix, words):
-    tile = choose_tile(case.tokens * case.heads[0] // case.heads[1], case.dim, q.element_size())
-    tiles = -(-case.tokens * case.heads[0] // case.heads[1] // tile.rows)
+    rows = case.tokens * case.heads[0] // case.heads[1]
+    tiles = -(-rows // choose_tile(rows, case.dim, q.element_size(), Chip()).rows)
     programs = tiles * len(case.contexts) * case.heads[1] * case.splits
     return paged_attention(
         q, kv, table, prefix, words, case.page, *case.view, case.dim**-0.5, programs
@@ -271,6 +275,54 @@ def test_a_wide_table_is_read_as_far_as_the_row_goes():
     torch.testing.assert_close(run(case, q, kv, wide, prefix, None), narrow, atol=1e-6, rtol=0)
 
 
+@contextlib.contextmanager
+def counted(pool):
+    """How often each slot's key is loaded from `pool`, summed over the key's numbers."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    loads = torch.zeros(pool.shape[0], dtype=torch.int64)
+    inside = interpreter_builder.create_masked_load
+
+    def load(pointers, mask, *args):
+        offsets = torch.tensor(pointers.data[mask.data].astype("int64")) - pool.data_ptr()
+        offsets = offsets[(offsets >= 0) & (offsets < pool.numel() * pool.element_size())]
+        slots = offsets // (pool.stride(0) * pool.element_size())
+        loads.index_add_(0, slots, torch.ones_like(slots))
+        return inside(pointers, mask, *args)
+
+    interpreter_builder.create_masked_load = load
+    try:
+        yield loads
+    finally:
+        del interpreter_builder.create_masked_load
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@interpreted
+def test_keys_are_read_once_for_all_nodes_of_a_tile(splits):
+    """Each key of the row, and no other slot, once per tile: heads of a group share it."""
+    case = Case(TREE, (37, 5), 8, (8, 2), 64, 4, splits=splits)
+    tiles = 8 * 4 // choose_tile(8 * 4, 64, 4, Chip()).rows
+    assert tiles == 2
+    q, kv, table, prefix, words, slots = make(case)
+    with counted(kv) as loads:
+        run(case, q, kv, table, prefix, words)
+    expected = torch.zeros_like(loads)
+    expected[[slot for mine in slots for slot in mine]] = tiles * kv[0].numel()
+    assert torch.equal(loads, expected)
+
+
+@interpreted
+def test_a_window_reads_no_more_than_its_blocks():
+    """A sliding window of 20 over 90 keys: at most a block more than tokens and window span."""
+    case = Case(("causal", 20), (90,), 4, (1, 1), 64, 4)
+    q, kv, table, prefix, words, slots = make(case)
+    with counted(kv) as loads:
+        run(case, q, kv, table, prefix, words)
+    read = loads[slots[0]] // kv[0].numel()
+    assert read.max() == 1 and not read[: 90 - 19 - 16].any() and read[90 - 19 :].all()
+
+
 @interpreted
 def test_the_op_s_schema_and_fake():
     case = Case(TREE, (5, 9), 6, (4, 2), 64, 4)
@@ -298,7 +350,7 @@ def test_what_does_not_fit_is_named(name):
     if name == "heads":
         name, given["kv"] = "kv_layer", torch.zeros(64, 2, 3, 64)
     elif name == "size":
-        name, given["q"], given["kv"] = "q", torch.zeros(2, 3, 4, 24), torch.zeros(64, 2, 2, 24)
+        name, given["q"], given["kv"] = "q", torch.zeros(2, 3, 4, 20), torch.zeros(64, 2, 2, 20)
     elif name == "bfloat16":
         name, given["q"], given["kv"] = "q", given["q"].bfloat16(), given["kv"].bfloat16()
     prefix = torch.zeros(2, dtype=torch.int64)

@@ -27,7 +27,8 @@ def some_slots(count, among, seed=0):
 @interpreted
 def test_write(shape, dtype):
     batch, tokens, heads, dim = shape
-    slots = some_slots(batch * tokens, 40).view(batch, tokens)
+    # The first columns of the round's scratch slots.
+    slots = some_slots(batch * (tokens + 2), 40).view(batch, -1)[:, :tokens]
     pool = torch.full((40, 2, heads, dim), math.nan, dtype=dtype)
     expected = pool.clone()
     # As the models hand it over: the last heads of a wider matrix product.
@@ -122,7 +123,7 @@ def test_rotate_and_write(shape, dtype, norm):
     heads = wide[:, :, :, 1:]
     cos, sin = angles(batch, tokens, dim)
     weights = (randn(2, dim, seed=3) + 1).to(dtype) if norm else (None, None)
-    slots = some_slots(batch * tokens, 20).view(batch, tokens)
+    slots = some_slots(batch * (tokens + 1), 20).view(batch, -1)[:, :tokens]
     pool = torch.full((1, 20, 2, kv_heads, dim), math.nan, dtype=dtype)
     q = rotate_and_write(heads, cos, sin, *weights, 1e-6, slots, pool)
     assert q.shape == (batch, tokens, q_heads, dim) and q.is_contiguous()

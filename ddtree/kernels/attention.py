@@ -6,11 +6,17 @@ import torch
 from torch import Tensor
 
 from ddtree.kernels.lazy import Arg, constexpr, kernel, tl
-from ddtree.kernels.paged_plan import KINDS, Tile, choose_splits, choose_tile, power_of_two
+from ddtree.kernels.paged_plan import (
+    KINDS,
+    chip_of,
+    choose_splits,
+    choose_tile,
+    merge_rows,
+    power_of_two,
+    tile_constants,
+)
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
 LOG2_E = 1.4426950408889634
-MERGE_ELEMENTS = 8192  # of partial results that one program of the merge holds in registers
 
 
 @kernel
@@ -73,6 +79,7 @@ def attention_kernel(
     q_row: Arg,
     q_token: Arg,
     table_row: Arg,
+    prefix_row: Arg,
     words_row: Arg,
     words_token: Arg,
     KIND: constexpr,
@@ -98,7 +105,7 @@ def attention_kernel(
     head = tl.program_id(1) % KV_HEADS
     split = tl.program_id(2)
     splits = tl.num_programs(2)
-    length = tl.load(prefix + row).to(tl.int32)
+    length = tl.load(prefix + row * prefix_row).to(tl.int32)
     table += row * table_row
     kv += head * DIM
 
@@ -217,18 +224,6 @@ def merge_kernel(
     tl.store(out + at[:, None] * DIM + dim[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-def tile_constants(tile: Tile, kind: str) -> dict[str, int]:
-    """The constants of a launch of `attention_kernel` that follow from its tile."""
-    # A tree has few blocks of its own; pipelining them costs the prefix's loop registers.
-    stages = 1 if kind == "tree" else tile.stages
-    return {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "OWN_STAGES": stages}
-
-
-def merge_rows(splits: int, dim: int) -> int:
-    """Rows that one program of the merge takes, of `splits` and `dim` numbers each."""
-    return max(1, MERGE_ELEMENTS // (splits * dim))
-
-
 @torch.library.custom_op(
     "ddtree::paged_attention",
     mutates_args=(),
@@ -254,10 +249,10 @@ def paged_attention(
 
     Args:
         q: [B, T, Hq, D] float32, float16 or bfloat16; the last two dimensions contiguous.
-        kv_layer: [slots, 2, Hkv, D] contiguous, of q's dtype; Hkv divides Hq; D in `HEAD_DIMS`, or
-            a power of two from 16 on.
+        kv_layer: [slots, 2, Hkv, D] contiguous, of q's dtype; Hkv divides Hq; D is a multiple of 8
+            from 16 to 256, and costs what the next power of two does.
         block_table: [B, P] integer, rows contiguous; slot = page * page_size + offset.
-        prefix_len: [B] integer; token t's own key is at position prefix_len + t.
+        prefix_len: [B] integer, of any stride; token t's own key is at position prefix_len + t.
         words: [B, T, W] int64, last dimension contiguous, for kind "tree".
         page_size: a power of two.
         kind: "causal", "full" or "tree" (see `View`).
@@ -275,7 +270,7 @@ def paged_attention(
     batch, tokens, heads, dim = q.shape
     kv_heads = kv_layer.shape[2]
     group = heads // kv_heads
-    tile = choose_tile(tokens * group, dim, q.element_size(), torch.version.hip is not None)
+    tile = choose_tile(tokens * group, dim, q.element_size(), chip_of(q.device))
     tiles = -(-tokens * group // tile.rows)
     key_blocks = -(-block_table.shape[1] * page_size // tile.keys)
     splits = choose_splits(tiles * batch * kv_heads, batch, key_blocks, multiprocessors)
@@ -302,6 +297,7 @@ def paged_attention(
         q.stride(0),
         q.stride(1),
         block_table.stride(0),
+        prefix_len.stride(0),
         masks.stride(0),
         0 if words is None else words.stride(1),
         KIND=KINDS[kind],
@@ -333,8 +329,8 @@ def _check(
     if q.dim() != 4 or q.stride(3) != 1 or q.stride(2) != q.shape[3]:
         raise ValueError(f"q: expected [B, T, Hq, D] with contiguous heads, got {tuple(q.shape)}")
     dim = q.shape[3]
-    if dim not in HEAD_DIMS and (dim < 16 or dim & (dim - 1)):
-        raise ValueError(f"q: expected a head size of {HEAD_DIMS}, got {dim}")
+    if dim % 8 or not 16 <= dim <= 256:
+        raise ValueError(f"q: expected a head size of 16, 24, ... 256, got {dim}")
     kv_heads = kv_layer.shape[2]
     if not kv_layer.is_contiguous() or kv_layer.shape[1:] != (2, kv_heads, dim):
         raise ValueError(f"kv_layer: expected contiguous [slots, 2, Hkv, {dim}]")

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ddtree.kernels import flash
 from ddtree.kernels.attention import paged_attention
+from ddtree.kernels.candidates import MAX_COUNT, rank_candidates
+from ddtree.kernels.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ddtree.kernels.kv_cache import move_kv, rotate_and_write, write_kv
-from ddtree.kernels.paged_plan import PagedPlan, check_plan
+from ddtree.kernels.node_choice import choose_tokens
+from ddtree.kernels.paged_plan import PagedPlan, check_plan, chip_of
 from ddtree.kernels.reference import TorchOps, View
-
-USUAL_MULTIPROCESSORS = 132
-"""What launches are cut for where the device cannot be asked."""
+from ddtree.kernels.sampling import Filters
+from ddtree.kernels.tree_build import TreeTensors, build_tree
 
 logger = logging.getLogger("ddtree")
 
@@ -30,9 +32,7 @@ class TritonOps(TorchOps):
         super().__init__(device)
         # Packed linears are recorded with the torch attention's masks, which this set never makes.
         self.linear_library = ""
-        self.multiprocessors = USUAL_MULTIPROCESSORS
-        if device.type == "cuda":
-            self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.multiprocessors = chip_of(device).multiprocessors
         self._flash, self._flash_state = flash.load(device)
         self._refusals: dict[tuple[int, torch.dtype, int], str] = {}
 
@@ -125,4 +125,71 @@ class TritonOps(TorchOps):
 
     # -- dense ------------------------------------------------------------------------------
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension, in float32 with one rounding at the end."""
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`s = x + residual` and `rms_norm(s)`, in one launch."""
+        return add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU's gate: `[..., 2I]` (gate, then up) -> `[..., I]`."""
+        return silu_mul(gate_up)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+        """As `TorchOps.rope`."""
+        return rope(x, cos, sin, out)
+
+    # -- tree -----------------------------------------------------------------------------------
+
+    def build_tree(
+        self,
+        anchor: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        num_nodes: int,
+        budget: Tensor | None = None,
+    ) -> TreeTensors:
+        """`ddtree.tree.build_tree` in one launch; the fields of its `Tree`, in order."""
+        return build_tree(anchor, ids, weights, num_nodes, budget)
+
     # -- vocabulary ---------------------------------------------------------------------------
+
+    def top_candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """As `TorchOps.top_candidates`; equal logits are ranked by id."""
+        if count > MAX_COUNT:
+            return super().top_candidates(logits, count)
+        ids, values = rank_candidates(logits.reshape(1, -1, logits.shape[-1]), None, count)
+        shape = (*logits.shape[:-1], count)
+        return ids.view(shape), values.view(shape)
+
+    def rank_candidates(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        count: int,
+        seeds: Tensor | None = None,
+        positions: Tensor | None = None,
+        alpha: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The drafter's candidates under its rows' temperature and noise, [B, L, K] each."""
+        return rank_candidates(logits, temperature, count, seeds, positions, alpha, scale)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """As `TorchOps.argmax`."""
+        chosen, _ = choose_tokens(logits.reshape(1, -1, logits.shape[-1]))
+        return chosen.view(logits.shape[:-1])
+
+    def choose_tokens(
+        self,
+        logits: Tensor,
+        filters: Filters | None = None,
+        seeds: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens of `logits [B, N, V]` after filters and noise, [B, N] int64."""
+        return choose_tokens(logits, filters, seeds, positions)[0]

@@ -21,15 +21,16 @@ def write_kernel(
     kv_row: Arg,
     kv_token: Arg,
     slots: Arg,
+    slots_row: Arg,
     out: Arg,
     num_tokens: Arg,
     SLOT: constexpr,
     BLOCK: constexpr,
 ) -> None:
     """Programs: (tokens of all rows, pieces of a slot)."""
-    token = tl.program_id(0)
-    slot = tl.load(slots + token).to(tl.int64)
-    kv += (token // num_tokens).to(tl.int64) * kv_row + token % num_tokens * kv_token
+    row, token = tl.program_id(0) // num_tokens, tl.program_id(0) % num_tokens
+    slot = tl.load(slots + row * slots_row + token).to(tl.int64)
+    kv += row.to(tl.int64) * kv_row + token * kv_token
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SLOT
     tl.store(out + slot * SLOT + column, tl.load(kv + column, mask=mask), mask=mask)
@@ -72,6 +73,7 @@ def rotate_kernel(
     k_weight: Arg,
     eps: Arg,
     slots: Arg,
+    slots_row: Arg,
     q_out: Arg,
     kv: Arg,
     layer_stride: Arg,
@@ -86,12 +88,13 @@ def rotate_kernel(
     """Programs: (tokens of all rows, tiles of heads, layers)."""
     token = tl.program_id(0)
     layer = tl.program_id(2)
-    slot = tl.load(slots + token).to(tl.int64)
+    row, in_row = token // num_tokens, token % num_tokens
+    slot = tl.load(slots + row * slots_row + in_row).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, HALF)
     inside = dim < DIM // 2
     mask = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
-    heads += (token // num_tokens).to(tl.int64) * row_stride + token % num_tokens * token_stride
+    heads += row.to(tl.int64) * row_stride + in_row * token_stride
     at = (layer * layer_heads + head)[:, None] * DIM + dim[None, :]
     low = tl.load(heads + at, mask=mask, other=0.0)
     high = tl.load(heads + at + DIM // 2, mask=mask, other=0.0)
@@ -152,7 +155,7 @@ def write_kv(kv_layer: Tensor, slots: Tensor, kv: Tensor) -> None:
 
     Args:
         kv_layer: [slots, 2, Hkv, D] contiguous.
-        slots: [B, T] int64 contiguous. Where two tokens share a slot, either may stay.
+        slots: [B, T] int64, rows contiguous. Where two tokens share a slot, either may stay.
         kv: [B, T, 2, Hkv, D] of kv_layer's dtype, the last three dimensions contiguous.
 
     Raises:
@@ -161,8 +164,10 @@ def write_kv(kv_layer: Tensor, slots: Tensor, kv: Tensor) -> None:
     slot = kv_layer[0].numel()
     if not kv_layer.is_contiguous() or kv.dtype != kv_layer.dtype:
         raise ValueError(f"kv_layer: expected contiguous [slots, 2, Hkv, D] of {kv.dtype}")
-    if kv.shape != (*slots.shape, *kv_layer.shape[1:]) or not slots.is_contiguous():
+    if kv.shape != (*slots.shape, *kv_layer.shape[1:]):
         raise ValueError(f"kv: {tuple(kv.shape)} does not fit {tuple(slots.shape)} slots")
+    if slots.stride(1) != 1:
+        raise ValueError("slots: expected contiguous rows")
     if not kv.shape[1] or not kv[0, 0].is_contiguous():
         raise ValueError("kv: expected at least a token, its keys and values side by side")
     block = min(power_of_two(slot), WRITE_ELEMENTS)
@@ -171,6 +176,7 @@ def write_kv(kv_layer: Tensor, slots: Tensor, kv: Tensor) -> None:
         kv.stride(0),
         kv.stride(1),
         slots,
+        slots.stride(0),
         kv_layer,
         slots.shape[1],
         SLOT=slot,
@@ -232,7 +238,7 @@ def rotate_and_write(
         cos, sin: [B, T, 1, D] float32 contiguous; the first half of `sin` is negated.
         q_weight, k_weight: [D] and [layers, D], the norms' weights; k_weight None: no norm.
         eps: the norms' epsilon.
-        slots: [B, T] int64 contiguous.
+        slots: [B, T] int64, rows contiguous.
         kv: [layers, slots, 2, Hkv, D], each layer contiguous, of the heads' dtype.
 
     Returns:
@@ -255,8 +261,8 @@ def rotate_and_write(
     for name, angle in (("cos", cos), ("sin", sin)):
         if angle.shape != (batch, tokens, 1, dim) or not angle.is_contiguous():
             raise ValueError(f"{name}: expected contiguous [{batch}, {tokens}, 1, {dim}]")
-    if slots.shape != (batch, tokens) or not slots.is_contiguous():
-        raise ValueError(f"slots: expected contiguous [{batch}, {tokens}]")
+    if slots.shape != (batch, tokens) or slots.stride(1) != 1:
+        raise ValueError(f"slots: expected [{batch}, {tokens}] with contiguous rows")
     if k_weight is not None and k_weight.numel() != layers * dim:
         raise ValueError(f"k_weight: expected [{layers}, {dim}]")
     if (q_weight is None) != (k_weight is None or not q_heads):
@@ -274,6 +280,7 @@ def rotate_and_write(
         heads if k_weight is None else k_weight,
         eps,
         slots,
+        slots.stride(0),
         out,
         kv,
         kv.stride(0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,8 @@ from ddtree.kernels.reference import View
 KINDS = {"causal": 0, "full": 1, "tree": 2}
 """The kinds of views, as the kernels number them."""
 MAX_SPLITS = 64
+MERGE_ELEMENTS = 8192
+"""Partial results that one program of the merge holds in registers."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,27 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def choose_tile(rows: int, head_dim: int, itemsize: int, hip: bool = False) -> Tile:
+@dataclass(frozen=True)
+class Chip:
+    """What launches are cut for."""
+
+    multiprocessors: int = 132
+    lean: bool = False
+    """Matrix products read their operands from registers: before sm_90, and on AMD."""
+    hip: bool = False
+
+
+@functools.cache
+def chip_of(device: torch.device) -> Chip:
+    """The chip of a CUDA or ROCm device; the usual one for devices that run no kernels."""
+    if device.type != "cuda":
+        return Chip()
+    properties = torch.cuda.get_device_properties(device)
+    hip = torch.version.hip is not None
+    return Chip(properties.multi_processor_count, hip or properties.major < 9, hip)
+
+
+def choose_tile(rows: int, head_dim: int, itemsize: int, chip: Chip) -> Tile:
     """The tile for `rows` = T * G packed query rows.
 
     Bounded by registers (the float32 accumulator is rows x head_dim, and float32 products take no
@@ -37,12 +60,12 @@ def choose_tile(rows: int, head_dim: int, itemsize: int, hip: bool = False) -> T
     64 KB on gfx942. The page numbers are a load before the loads, and triton gives each its share
     of the stages: with 5 there are two blocks of keys and values under way, with 3 none.
     """
-    wide = head_dim > 128
     if itemsize == 4:
         return Tile(16, 16, 4, 1)
+    wide = head_dim > 128
     block = min(max(power_of_two(rows), 16), 64 if wide else 128)
-    warps = 8 if block * head_dim > 64 * 128 else 4
-    return Tile(block, 32, warps, 2) if hip else Tile(block, 32 if wide else 64, warps, 5)
+    warps = 8 if block == 128 or (block == 64 and wide and not chip.hip) else 4
+    return Tile(block, 32 if wide or chip.lean else 64, warps, 2 if chip.hip else 5)
 
 
 def choose_splits(programs: int, batch: int, key_blocks: int, multiprocessors: int) -> int:
@@ -53,6 +76,18 @@ def choose_splits(programs: int, batch: int, key_blocks: int, multiprocessors: i
     """
     wanted = multiprocessors * (1 if batch == 1 else 2) // programs
     return max(1, min(wanted, key_blocks, MAX_SPLITS))
+
+
+def tile_constants(tile: Tile, kind: str) -> dict[str, int]:
+    """The constants of a launch of `attention_kernel` that follow from its tile."""
+    # A tree has few blocks of its own; pipelining them costs the prefix's loop registers.
+    stages = 1 if kind == "tree" else tile.stages
+    return {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys, "OWN_STAGES": stages}
+
+
+def merge_rows(splits: int, dim: int) -> int:
+    """Rows that one program of the merge takes, of `splits` and `dim` numbers each."""
+    return max(1, MERGE_ELEMENTS // (splits * dim))
 
 
 @dataclass
@@ -70,6 +105,10 @@ class PagedPlan:
     views: tuple[View, ...]
     flash: dict[str, Tensor] = field(default_factory=dict)
     """What flash-attn takes instead, made by the first layer that goes to it."""
+
+    def narrow(self, kv: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """As `AttentionPlan.narrow`: the kernels take all of the pool."""
+        return kv, slots
 
 
 def check_plan(plan: PagedPlan) -> None:
