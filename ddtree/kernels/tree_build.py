@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ddtree.kernels.checks import describe, power_of_two
 from ddtree.kernels.lazy import Arg, constexpr, kernel, tl
 
 MAX_NODES, MAX_DEPTH, MAX_CANDIDATES = 512, 255, 16384
@@ -134,19 +135,21 @@ def build_tree(
         ValueError: a tensor has another shape, dtype or layout, or a size is out of range.
     """
     if ids.dim() != 3 or anchor.shape != ids.shape[:1]:
-        raise ValueError(f"ids: expected [B, L, K] for {tuple(anchor.shape)} anchors, {_of(ids)}")
+        raise ValueError(
+            f"ids: expected [B, L, K] for {tuple(anchor.shape)} anchors, got {describe(ids)}"
+        )
     batch, depth, width = ids.shape
     if weights.shape != ids.shape or weights.dtype != torch.float32:
-        raise ValueError(f"weights: expected {tuple(ids.shape)} float32, {_of(weights)}")
+        raise ValueError(f"weights: expected {tuple(ids.shape)} float32, got {describe(weights)}")
     if budget is not None and budget.shape != (batch,):
-        raise ValueError(f"budget: expected ({batch},), {_of(budget)}")
+        raise ValueError(f"budget: expected ({batch},), got {describe(budget)}")
     integers = {"anchor": anchor, "ids": ids} | ({} if budget is None else {"budget": budget})
     for name, tensor in integers.items():
         if tensor.dtype != torch.int64:
-            raise ValueError(f"{name}: expected int64, {_of(tensor)}")
+            raise ValueError(f"{name}: expected int64, got {describe(tensor)}")
     for name, tensor in {**integers, "weights": weights}.items():
         if not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, {_of(tensor)}")
+            raise ValueError(f"{name}: expected a contiguous tensor, got {describe(tensor)}")
     limits = {"num_nodes": (num_nodes, 1, MAX_NODES), "ids: L": (depth, 0, MAX_DEPTH)}
     for name, (size, least, most) in (limits | {"ids: K": (width, 1, MAX_CANDIDATES)}).items():
         if not least <= size <= most:
@@ -171,8 +174,8 @@ def _tree_build_op(
         num_nodes,
         tree[-1].shape[2],
         HAS_BUDGET=budget is not None,
-        NODES=_power_of_two(num_nodes),
-        WORDS=_power_of_two(tree[-1].shape[2]),
+        NODES=power_of_two(num_nodes),
+        WORDS=power_of_two(tree[-1].shape[2]),
         # One warp: what a node waits for is the minimum, and within a warp it needs no barrier.
         num_warps=1,
     )
@@ -192,11 +195,3 @@ def _empty_tree(ids: Tensor, num_nodes: int) -> TreeTensors:
     scores = ids.new_empty(batch, num_nodes, dtype=torch.float32)
     words = ids.new_empty(batch, num_nodes, -(-num_nodes // 64))
     return tokens, parents, depths, ranks, scores, torch.empty_like(scores, dtype=torch.bool), words
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
-def _of(tensor: Tensor) -> str:
-    return f"got {tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
