@@ -1,5 +1,6 @@
 """What the engine is told: the shapes of its two models, and what a request asks for."""
 
+from ddtree.config.calibration import CALIBRATION_FILE, Calibration
 from ddtree.config.sampling import SamplingParams
 from ddtree.config.shapes import (
     DRAFT_ARCHITECTURES,
@@ -13,8 +14,10 @@ from ddtree.config.shapes import (
 )
 
 __all__ = [
+    "CALIBRATION_FILE",
     "DRAFT_ARCHITECTURES",
     "TARGET_ARCHITECTURES",
+    "Calibration",
     "DraftConfig",
     "LayerConfig",
     "ModelConfig",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from ddtree.config.calibration import Calibration, load_calibration
+
 TARGET_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 """Target architectures that we run, with the `model_type` that goes with each."""
 DRAFT_ARCHITECTURES = ("DFlashDraftModel",)
@@ -78,6 +80,8 @@ class DraftConfig(LayerConfig):
     """Tapped target layers, 0-based, in the order in which their features are concatenated."""
     layer_views: tuple[View, ...]
     """One view per drafter layer."""
+    calibration: Calibration | None = None
+    """None where the checkpoint has none."""
     input_embedding_scale: float = 1.0
 
     @property
@@ -186,6 +190,7 @@ def load_draft_config(folder: str | Path, target: ModelConfig) -> DraftConfig:
         mask_token_id=mask,
         target_layer_ids=tuple(taps),
         layer_views=_layer_views(both, shapes["num_layers"]),
+        calibration=load_calibration(Path(folder), both["block_size"] - 1),
         input_embedding_scale=float(scale),
     )
 

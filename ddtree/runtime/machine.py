@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddtree.runtime.sampler import Calibration
+from ddtree.runtime.sampler import TreeWeights
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Machine:
     page_size: int
     num_candidates: int
     """K: candidates kept per depth."""
-    calibration: Calibration | None = None
-    """How sampled rows' candidates are ranked with the noise; None: without it."""
+    weights: TreeWeights | None = None
+    """How candidates are ranked and weighted; None: by the drafter's log-probabilities alone."""
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -61,12 +61,13 @@ class RoundSampler:
         """
         machine = self.machine
         count = 1 if chain else machine.num_candidates
-        trust = machine.calibration
+        trust = machine.weights
         if self.noise is None or self.sampling is None or (chain and trust is None):
             if chain:
                 ids = machine.ops.argmax(logits).unsqueeze(2)
                 return ids, ids
-            return machine.ops.top_candidates(logits, count)
+            ids, log_q = machine.ops.top_candidates(logits, count)
+            return ids, log_q if trust is None else trust.greedy(log_q)
         temperature = self.sampling.filters.temperature
         if trust is None:
             return rank_candidates(logits, temperature, count)
@@ -75,7 +76,9 @@ class RoundSampler:
         if chain:
             ids = machine.ops.argmax(torch.addcmul(noise, logits, alpha[:, None])).unsqueeze(2)
             return ids, ids
-        return rank_candidates(logits, temperature, count, noise, alpha, scale)
+        ids, weights = rank_candidates(logits, temperature, count, noise, alpha, scale)
+        sampled = temperature[:, None, None] > 0
+        return ids, torch.where(sampled, trust.sampled(weights), trust.greedy(weights))
 
     def choose(self, hidden: Tensor, tree: Tree | None, positions: Tensor) -> Tensor:
         """The target's token after every node of `hidden [B, N, H]` -> `[B, N]` int64.

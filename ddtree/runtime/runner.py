@@ -27,7 +27,7 @@ from ddtree.runtime.plan import (
     round_up,
 )
 from ddtree.runtime.prefill import note_tokens, prefill_step, resume_row, start_row
-from ddtree.runtime.sampler import Calibration
+from ddtree.runtime.sampler import TreeWeights
 from ddtree.runtime.staging import Ring, Slot, Staging, StepInputs, floats_of
 from ddtree.runtime.stats import StageTimer
 from ddtree.runtime.step import decode_step
@@ -98,9 +98,14 @@ class Runner:
             target, drafter: built models; `drafter` is None for plain decoding only.
             num_pages: usable pages; `table_width`: pages of a block-table row.
             max_nodes: largest N of any round; `num_candidates`: K.
-            coupling: whether trees of sampled rows are made with the target's noise.
+            coupling: whether trees of sampled rows are made with the target's noise, and by the
+                drafter's calibration where it has one.
         """
-        block = 1 if drafter is None else drafter.config.block_size
+        block, weights = 1, None
+        if drafter is not None:
+            block = drafter.config.block_size
+            if coupling:
+                weights = TreeWeights.make(drafter.config.calibration, block - 1, device)
 
         def pool(model: Any) -> Tensor:
             shape = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
@@ -114,7 +119,7 @@ class Runner:
             draft_kv=None if drafter is None else pool(drafter),
             page_size=page_size,
             num_candidates=num_candidates,
-            calibration=Calibration.by_hand(block - 1, device) if coupling else None,
+            weights=weights,
         )
         vocab_size = target.config.vocab_size
         rows = RowState.allocate(max_batch_size, table_width, vocab_size, device)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddtree.config import Calibration
 from ddtree.kernels.sampling import (
     Adjustments,
     Filters,
@@ -42,21 +43,42 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """How coupled candidates are ranked and weighted at each depth; see `rank_candidates`."""
+class TreeWeights:
+    """How candidates become weights of a tree: a drafter's calibration, `[L]` float32 each."""
 
     alpha: Tensor
-    """[L] float32 trust in the drafter: what its log-probabilities are multiplied by."""
     scale: Tensor
-    """[L] float32 what perturbed scores are divided by to be weights."""
+    log_hit: Tensor | None = None
+    """None, as what follows: not calibrated."""
+    greedy_scale: Tensor | None = None
+    greedy_log_hit: Tensor | None = None
 
     @classmethod
-    def by_hand(cls, depth: int, device: torch.device) -> Calibration:
-        """Values that do for any drafter."""
-        return cls(
-            alpha=torch.full((depth,), 1.5, device=device),
-            scale=torch.full((depth,), 2.0, device=device),
+    def make(cls, values: Calibration | None, depth: int, device: torch.device) -> TreeWeights:
+        """Put `values` on `device`; without any, numbers that do for any drafter."""
+        if values is None:
+            ones = torch.ones(depth, device=device)
+            return cls(alpha=ones, scale=2.0 * ones)
+        names = ("alpha", "scale", "hit", "greedy_scale", "greedy_hit")
+        alpha, scale, hit, greedy_scale, greedy_hit = (
+            torch.tensor(getattr(values, name), dtype=torch.float32, device=device)
+            for name in names
         )
+        return cls(alpha, scale, hit.log(), greedy_scale, greedy_hit.log())
+
+    def sampled(self, weights: Tensor) -> Tensor:
+        """Log-probabilities among the candidates `[B, L, K]` -> of being right."""
+        if self.log_hit is None:
+            return weights
+        return weights + self.log_hit[: weights.shape[1], None]
+
+    def greedy(self, log_q: Tensor) -> Tensor:
+        """The drafter's log-probabilities `[B, L, K]` -> those of being right, at temperature 0."""
+        if self.greedy_scale is None or self.greedy_log_hit is None:
+            return log_q
+        depth = log_q.shape[1]
+        scaled = (log_q / self.greedy_scale[:depth, None]).log_softmax(-1)
+        return scaled + self.greedy_log_hit[:depth, None]
 
 
 def choose(target: Any, ops: Any, hidden: Tensor) -> Tensor:

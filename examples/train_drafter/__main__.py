@@ -80,6 +80,15 @@ def parser() -> argparse.ArgumentParser:
                 flag, type=kind, default=item.default, help=HELP.get(item.name, item.name)
             )
 
+    calibrate = command("calibrate", "fit the weights of draft trees to a drafter")
+    calibrate.add_argument("--draft", type=Path, help="a drafter folder; default: the run's best")
+    calibrate.add_argument("--run", default="default", help="the run that it comes from")
+    calibrate.add_argument("--prompts", type=Path, help="a file with one prompt per line")
+    calibrate.add_argument("--compose", type=int, default=96, help="else: prompts of templates")
+    calibrate.add_argument("--max-new-tokens", type=int, default=80)
+    calibrate.add_argument("--batch-size", type=int, default=16)
+    calibrate.add_argument("--seed", type=int, default=4242)
+
     evaluate = command("evaluate", "measure tokens per round with the engine; write the model card")
     evaluate.add_argument("--draft", type=Path, help="a drafter folder; default: the run's best")
     evaluate.add_argument("--run", default="default", help="the run that it comes from")

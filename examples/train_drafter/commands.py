@@ -1,4 +1,4 @@
-"""The four commands, from parsed arguments to the stages that do the work."""
+"""The commands, from parsed arguments to the stages that do the work."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ddtree.kernels import get_ops
 from ddtree.models.registry import build_target, resolve
 
 from .data import import_corpus, readable_shards
+from .drafter import TrainableDrafter
 from .features import add_features
-from .layout import new_config
+from .layout import load_weights, new_config, read_config
 from .prompts import compose, overlap, read_prompts
 from .run import RunOptions, prepare, start
 from .target import load_target_weights
@@ -130,6 +131,32 @@ def evaluate(args: argparse.Namespace) -> None:
     config = json.loads((draft / "config.json").read_text())
     write_report(draft, target.name, {"config": config, "recipe": _recipe(run)}, report, args.name)
     say(json.dumps(report, indent=1))
+
+
+def calibrate(args: argparse.Namespace) -> None:
+    """Measure what the drafter's candidates are worth; write `calibration.json` beside them."""
+    from ddtree import Engine
+
+    from .calibrate import answer, fit, record
+
+    work, target = _folders(args)
+    draft = args.draft.expanduser() if args.draft else work / "runs" / args.run / "best"
+    config = read_config(draft, target)
+    model = TrainableDrafter(config)
+    with torch.no_grad():
+        load_weights(model, draft)
+    prompts = read_prompts(args.prompts.expanduser()) if args.prompts else []
+    prompts = prompts or compose(args.compose, args.seed)
+    with Engine(str(target), max_batch_size=args.batch_size, max_model_len=1024) as engine:
+        answers = answer(engine, prompts, args.max_new_tokens, args.seed)
+    cpu = torch.device("cpu")
+    features_of = build_target(target, get_ops("torch", cpu), cpu, torch.float32, progress=False)
+    records = record(answers, model, features_of, load_target_weights(target))
+    for temperature, found in records.items():
+        say(f"temperature {temperature}: {len(found.known)} positions")
+    calibration = fit(records)
+    calibration.save(draft)
+    say(f"written to {draft}: {calibration}")
 
 
 def _user_turns(tokenizer, work: Path) -> list[str]:
