@@ -1,10 +1,10 @@
-"""Filter, noise, choice and candidate kernels: torch twins, float64, and every chip's compiler."""
+"""Filter, noise, choice and candidate kernels against their torch twins and float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from kernel_tools import CHIPS, compile_kernel, interpreted
+from kernel_tools import interpreted
 
 from ddtree.kernels import candidates, node_choice
 from ddtree.kernels import filter_threshold as thresholds
@@ -177,7 +177,7 @@ def test_shards_join_to_the_choice_of_the_whole():
 
 @interpreted
 def test_a_split_row():
-    logits = make_logits(1, 1, 3 * thresholds.BLOCK + 7)
+    logits = make_logits(1, 1, 3 * node_choice.BLOCK + 7)
     assert choose_tokens(logits)[0].item() == logits.argmax()
     logits[0, 0, -1] = 100.0
     assert choose_tokens(logits)[0].item() == logits.argmax() == logits.shape[2] - 1
@@ -297,92 +297,3 @@ LOGITS, TWO = torch.zeros(2, 3, 50), torch.ones(2)
 def test_what_they_refuse(call, name):
     with pytest.raises(ValueError, match=rf"^{name}\b"):
         call()
-
-
-FLOAT, LONG = "*fp32", "*i64"
-NUMBERS = {
-    **dict.fromkeys(("vocab", "count", "depths", "nodes", "entries", "group"), "i32"),
-    **dict.fromkeys(("row_stride", "first_id", "per_split", "splits"), "i32"),
-    "coldest": "fp32",
-}
-POINTERS = {
-    **dict.fromkeys(("temperature", "top_p", "min_p", "thresholds", "alpha", "scale"), FLOAT),
-    **dict.fromkeys(("maxima", "sums", "weights"), FLOAT),
-    **dict.fromkeys(("top_k", "seeds", "positions", "chosen", "packed", "ids"), LONG),
-    **dict.fromkeys(("tops", "best"), LONG),
-}
-PARTS = {"_choose": LONG, "_join": LONG, "_rank": "i32"}
-
-
-def compile_for(chip, function, warps, logits=FLOAT, **constants):
-    types = POINTERS | NUMBERS | {"logits": logits}
-    types["parts"] = PARTS.get(function.function.__name__, "i32")
-    names = function.function.__code__.co_varnames[: function.function.__code__.co_argcount]
-    signature = {name: types[name] for name in names if name not in constants}
-    compile_kernel(function, chip, signature, constants, num_warps=warps)
-
-
-ALL = {"TOP_K": True, "TOP_P": True, "MIN_P": True}
-BLOCK = thresholds.BLOCK
-FAST = {
-    "threshold": (thresholds._threshold, 16, dict(**ALL, BLOCK=BLOCK)),
-    "choose": (node_choice._choose, 16, {"FILTER": True, "NOISE": True, "BLOCK": BLOCK}),
-    "join": (node_choice._join, 1, {"SPLITS": 64}),
-    "part": (candidates._part, 8, {"TEMPERED": False, "COUPLED": True, "BLOCK": 2048}),
-    "merge": (candidates._merge, 8, {"GROUP": 8192}),
-    "rank": (
-        candidates._rank,
-        2,
-        {"TEMPERED": False, "COUPLED": True, "KEPT": 64, "PARTS": 128, "TILE": 16},
-    ),
-}
-SLOW = {
-    "threshold, top-k": (
-        thresholds._threshold,
-        16,
-        {"TOP_K": True, "TOP_P": False, "MIN_P": False, "BLOCK": BLOCK},
-    ),
-    "threshold, top-p": (
-        thresholds._threshold,
-        16,
-        {"TOP_K": False, "TOP_P": True, "MIN_P": False, "BLOCK": BLOCK},
-    ),
-    "threshold, small": (thresholds._threshold, 1, dict(**ALL, BLOCK=256)),
-    "threshold, bf16": (thresholds._threshold, 16, dict(**ALL, BLOCK=BLOCK, logits="*bf16")),
-    "argmax": (node_choice._choose, 16, {"FILTER": False, "NOISE": False, "BLOCK": BLOCK}),
-    "argmax, bf16": (
-        node_choice._choose,
-        16,
-        {"FILTER": False, "NOISE": False, "BLOCK": BLOCK, "logits": "*bf16"},
-    ),
-    "noise only": (node_choice._choose, 16, {"FILTER": False, "NOISE": True, "BLOCK": BLOCK}),
-    "plain part": (candidates._part, 8, {"TEMPERED": False, "COUPLED": False, "BLOCK": 2048}),
-    "tempered part": (candidates._part, 8, {"TEMPERED": True, "COUPLED": False, "BLOCK": 2048}),
-    "merge, small": (candidates._merge, 4, {"GROUP": 1024}),
-    "rank, many": (
-        candidates._rank,
-        16,
-        {"TEMPERED": False, "COUPLED": True, "KEPT": 512, "PARTS": 128, "TILE": 16},
-    ),
-    "rank, tempered": (
-        candidates._rank,
-        1,
-        {"TEMPERED": True, "COUPLED": False, "KEPT": 16, "PARTS": 128, "TILE": 16},
-    ),
-}
-
-
-@pytest.mark.parametrize("variant", FAST)
-@pytest.mark.parametrize("chip", [c if c == "sm_90" else pytest.param(c, marks=pytest.mark.slow)
-                                  for c in CHIPS])  # fmt: skip
-def test_compile(chip, variant):
-    function, warps, constants = FAST[variant]
-    compile_for(chip, function, warps, **constants)
-
-
-@pytest.mark.parametrize("variant", SLOW)
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.slow
-def test_compile_variants(chip, variant):
-    function, warps, constants = SLOW[variant]
-    compile_for(chip, function, warps, **constants)

@@ -1,8 +1,8 @@
-"""The tree-build kernel: bit for bit the heap and the torch builder; and its compilation."""
+"""The tree-build kernel: bit for bit the heap and the torch builder."""
 
 import pytest
 import torch
-from kernel_tools import CHIPS, compile_kernel, interpreted
+from kernel_tools import interpreted
 from test_tree_build import FAMILIES, assert_equals_heap, assert_well_formed, make_inputs
 
 from ddtree.kernels import tree_build
@@ -98,29 +98,3 @@ def test_what_it_refuses(change, name):
     inputs = dict(zip(("anchor", "ids", "weights"), make_inputs("random", 2, 4, 6, 5), strict=True))
     with pytest.raises(ValueError, match=rf"^{name}\b"):
         tree_build.build_tree(**(inputs | {"num_nodes": 9} | change))
-
-
-SIGNATURE = {
-    **dict.fromkeys(("anchor", "ids", "budget"), "*i64"),
-    **dict.fromkeys(("tokens", "parents", "depths", "ranks", "words"), "*i64"),
-    **dict.fromkeys(("weights", "scores"), "*fp32"),
-    "valid": "*i1",
-    **dict.fromkeys(("depth", "width", "num_nodes", "num_words"), "i32"),
-}
-
-
-def compile_for(chip, nodes):
-    constants = {"HAS_BUDGET": True, "NODES": nodes, "WORDS": max(1, nodes // 64)}
-    return compile_kernel(tree_build._tree_build, chip, SIGNATURE, constants, num_warps=1)
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-def test_compile(chip):
-    compile_for(chip, 64)
-
-
-@pytest.mark.parametrize("nodes", [4, 16, 128, 256, 512])
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.slow
-def test_compile_all_sizes(chip, nodes):
-    compile_for(chip, nodes)

@@ -10,8 +10,8 @@ from ddtree.kernels.gumbel import key_value, sort_key
 from ddtree.kernels.lazy import Arg, constexpr, kernel, tl
 from ddtree.kernels.sampling import Filters
 
-BLOCK = 4096
-"""Tokens of a row that a program holds at once."""
+BLOCK = 2048
+"""Tokens of a row that a program holds at once: four to a thread, or registers run out."""
 
 
 @kernel
@@ -160,7 +160,7 @@ def _threshold_op(
     min_p: Tensor | None,
 ) -> Tensor:
     batch, nodes, vocab = logits.shape
-    block = block_of(vocab)
+    block = block_of(vocab, BLOCK)
     out = logits.new_empty(batch, nodes, dtype=torch.float32)
     _threshold[(batch * nodes,)](
         logits,
@@ -176,7 +176,7 @@ def _threshold_op(
         TOP_P=top_p is not None,
         MIN_P=min_p is not None,
         BLOCK=block,
-        num_warps=warps(block),
+        num_warps=warps(2 * block),
     )
     return out
 
@@ -192,6 +192,6 @@ def _(
     return logits.new_empty(logits.shape[:2], dtype=torch.float32)
 
 
-def block_of(vocab: int) -> int:
-    """Tokens that a program holds at once, for rows of this length."""
-    return min(BLOCK, max(16, power_of_two(vocab)))
+def block_of(vocab: int, most: int) -> int:
+    """Tokens that a program holds at once, for rows of this length: `most`, or fewer."""
+    return min(most, max(16, power_of_two(vocab)))

@@ -11,6 +11,8 @@ from ddtree.kernels.gumbel import gumbel, noise_bits, noise_key, pack
 from ddtree.kernels.lazy import Arg, constexpr, kernel, tl
 from ddtree.kernels.sampling import Filters
 
+BLOCK = 4096
+"""Tokens of a row that a program holds at once."""
 PROGRAMS = 512
 """Programs to aim for: a row is split where there are fewer rows."""
 
@@ -124,7 +126,7 @@ def _choose_op(
     first_id: int,
 ) -> tuple[Tensor, Tensor]:
     batch, nodes, vocab = logits.shape
-    rows, block = batch * nodes, block_of(vocab)
+    rows, block = batch * nodes, block_of(vocab, BLOCK)
     chosen = logits.new_empty(batch, nodes, dtype=torch.int64)
     packed = torch.empty_like(chosen)
     blocks = -(-vocab // block)
