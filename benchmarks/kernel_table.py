@@ -43,9 +43,9 @@ def main() -> None:
             row = {**vars(usage), **{name.lower(): value for name, value in cut.items()}}
             table.setdefault(str(variant), {})[chip] = row
             print(f"{variant!s:58} {chip:7} {usage}", flush=True)
-    result = {"torch": torch.__version__, "triton": triton.__version__, "kernels": table}
-    if args.output and not failed:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+            if args.output:
+                versions = {"torch": torch.__version__, "triton": triton.__version__}
+                args.output.write_text(json.dumps({**versions, "kernels": table}, indent=1) + "\n")
     if failed:
         sys.exit("\n".join(failed))
 

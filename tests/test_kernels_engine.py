@@ -1,9 +1,12 @@
 """The engine on Triton's kernels, in the interpreter: the torch ops' tokens."""
 
+import dataclasses
+import random
+
 import pytest
 from fixtures import tiny_drafter, tiny_target
 from kernel_tools import interpreted
-from stubs import FULL, SIBLINGS, cases, install, known
+from stubs import FULL, SIBLINGS, by_anchor, install
 
 from ddtree import Engine, SamplingParams
 
@@ -20,32 +23,39 @@ def engine(kernels, architecture, budget):
     )
 
 
-def check(architecture, budget, jobs, ranks=SIBLINGS):
-    """Two engines that differ in their kernels alone, on the same jobs: (mode, parameters)."""
+def check(architecture, budget, jobs, ranks=SIBLINGS, longest=20):
+    """Two engines that differ in their kernels alone, and in nothing they say.
+
+    The drafter knows what plain decoding gives, so that paths are accepted and moved.
+    """
+    rng = random.Random(budget)
+    prompts = [[rng.randrange(98) for _ in range(rng.randint(2, longest))] for _ in jobs]
     found = {}
     for kernels in ("torch", "triton"):
         with engine(kernels, architecture, budget) as tested:
-            install(tested, known(architecture), ranks)
-            prompts = [case.prompt for case in cases(architecture)[: len(jobs)]]
+            if kernels == "torch":
+                off = [dataclasses.replace(job, speculation="off") for job in jobs]
+                answers = [output.token_ids for output in tested.generate(prompts, off)]
+                told = [(len(p), p + a) for p, a in zip(prompts, answers, strict=True)]
+            install(tested, by_anchor(told), ranks)
             outputs = tested.generate(prompts, jobs)
             found[kernels] = [(o.token_ids, o.stats.rounds, o.finish_reason) for o in outputs]
     assert found["triton"] == found["torch"]
+    assert [tokens for tokens, _, _ in found["triton"]] == answers
     return found["triton"]
 
 
 @interpreted
-def test_greedy():
-    jobs = [SamplingParams(max_new_tokens=14, speculation=mode) for mode in ("tree", "chain")]
-    found = check("llama", 8, jobs)
-    for (tokens, rounds, _), case in zip(found, cases()):
-        assert tokens == case.answer[:14] and rounds < 13
+def test_a_few_rounds():
+    ((tokens, rounds, _),) = check("llama", 8, [SamplingParams(max_new_tokens=6)], longest=4)
+    assert len(tokens) == 6 and rounds < 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [3, 16, 70])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @interpreted
-def test_greedy_widely(architecture, budget):
+def test_greedy(architecture, budget):
     modes = ("tree", "chain", "off", "tree", "tree")
     jobs = [SamplingParams(max_new_tokens=20, speculation=mode) for mode in modes]
     for ranks in (FULL, SIBLINGS):

@@ -44,9 +44,9 @@ class Chip:
 
 @functools.cache
 def chip_of(device: torch.device) -> Chip:
-    """The chip of a CUDA or ROCm device; the usual one for devices that run no kernels."""
+    """The chip of a CUDA or ROCm device. Triton's interpreter runs one program at a time."""
     if device.type != "cuda":
-        return Chip()
+        return Chip(multiprocessors=1)
     properties = torch.cuda.get_device_properties(device)
     hip = torch.version.hip is not None
     return Chip(properties.multi_processor_count, hip or properties.major < 9, hip)
