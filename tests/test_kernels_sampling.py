@@ -175,12 +175,17 @@ def test_shards_join_to_the_choice_of_the_whole():
     assert torch.equal(joined, packed) and torch.equal(~joined & 0xFFFFFFFF, whole)
 
 
+@pytest.mark.parametrize("programs", [1, 512])
 @interpreted
-def test_a_split_row():
+def test_a_row_in_several_blocks_of_one_program_and_of_many(programs):
+    usual, node_choice.PROGRAMS = node_choice.PROGRAMS, programs
     logits = make_logits(1, 1, 3 * node_choice.BLOCK + 7)
     assert choose_tokens(logits)[0].item() == logits.argmax()
+    logits[0, 0, [5, node_choice.BLOCK + 5, 2 * node_choice.BLOCK + 5]] = 99.0
+    assert choose_tokens(logits)[0].item() == 5
     logits[0, 0, -1] = 100.0
-    assert choose_tokens(logits)[0].item() == logits.argmax() == logits.shape[2] - 1
+    assert choose_tokens(logits)[0].item() == logits.shape[2] - 1
+    node_choice.PROGRAMS = usual
 
 
 def check_weights(found, twin, exact):
