@@ -163,6 +163,7 @@ def compile_variant(variant, chip):
         constants["BLOCK_H"] = kv_cache.HEADS_PER_PROGRAM
     elif name == "move_kernel":
         constants["BLOCK_C"] = kv_cache.move_columns(constants["BLOCK_R"], constants["SLOT"])
+        signature["kv"] = "*i16" if BYTES[variant.dtype] == 2 else "*i32"
     else:
         constants["BLOCK"] = min(power_of_two(constants["SLOT"]), kv_cache.WRITE_ELEMENTS)
     kernel = getattr(attention if name in ("attention_kernel", "merge_kernel") else kv_cache, name)

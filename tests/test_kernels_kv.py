@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from kernel_tools import interpreted
+from test_kernels_attention import counted
 
 from ddtree.kernels.kv_cache import move_kv, rotate_and_write, write_kv
 from ddtree.kernels.reference import TorchOps
@@ -70,6 +71,14 @@ def test_move(name):
 def test_move_of_many_rows_and_odd_sizes():
     order = some_slots(50, 60)
     check_move(order.tolist(), some_slots(50, 60, seed=1).tolist(), layers=3, heads=3, dim=80)
+
+
+@interpreted
+def test_rows_that_stay_are_not_read():
+    kv = randn(1, 30, 2, 1, 64)
+    with counted(kv[0]) as loads:
+        move_kv(kv, torch.tensor([8, 0, 5, 0]), torch.tensor([3, 0, 5, 0]))
+    assert loads.nonzero().flatten().tolist() == [8]
 
 
 @interpreted

@@ -47,7 +47,7 @@ def move_kernel(
     BLOCK_R: constexpr,
     BLOCK_C: constexpr,
 ) -> None:
-    """Programs: (pieces of a slot, layers); each moves its piece of all rows."""
+    """Programs: (pieces of a slot, layers); each moves its piece of all rows, as integers."""
     row = tl.arange(0, BLOCK_R)
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     start = tl.load(source + row, mask=row < count, other=0).to(tl.int64)
@@ -55,9 +55,11 @@ def move_kernel(
     # A row that stays costs nothing; nor do a path's masked-out entries, dummy to dummy.
     mask = (start != end)[:, None] & (column < SLOT)[None, :]
     kv += tl.program_id(1).to(tl.int64) * layer_stride
-    values = tl.load(kv + start[:, None] * SLOT + column[None, :], mask=mask)
-    # Other warps load the rows that this one is about to overwrite.
-    tl.debug_barrier()
+    values = tl.load(kv + start[:, None] * SLOT + column[None, :], mask=mask, other=0)
+    # Warps load what others overwrite. A sum over all that was loaded is there only once it was; a
+    # barrier, on AMD, waits for no loads. No sum of so many 32-bit integers is that large.
+    loaded = tl.sum(tl.sum(values.to(tl.int64), 1), 0) + tl.zeros([BLOCK_R], tl.int64)
+    mask = mask & (loaded < (1 << 60))[:, None]
     tl.store(kv + end[:, None] * SLOT + column[None, :], values, mask=mask)
 
 
@@ -193,7 +195,7 @@ def move_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy rows `source` to `target` in all layers, as if all were loaded before any is stored.
 
     Args:
-        kv: [layers, slots, 2, Hkv, D] contiguous.
+        kv: [layers, slots, 2, Hkv, D] contiguous, 2 or 4 bytes a number.
         source, target: [n] int64 contiguous; no two rows that move share a target. Rows with
             source = target are neither read nor written.
 
@@ -209,8 +211,9 @@ def move_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
         return
     block_r = power_of_two(count)
     block_c = move_columns(block_r, slot)
+    bits = kv.view(torch.int16 if kv.element_size() == 2 else torch.int32)
     move_kernel[-(-slot // block_c), kv.shape[0]](
-        kv, source, target, count, kv.stride(0), SLOT=slot, BLOCK_R=block_r, BLOCK_C=block_c
+        bits, source, target, count, kv.stride(0), SLOT=slot, BLOCK_R=block_r, BLOCK_C=block_c
     )
 
 
