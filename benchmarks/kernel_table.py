@@ -1,4 +1,4 @@
-"""Compiles every variant of the attention and KV kernels for every chip; tables what each takes.
+"""Compiles every variant of the kernels for every chip; tables what each takes.
 
 No GPU is needed. Registers are per thread, shared memory in bytes per program; a kernel that needs
 memory of its own for what registers could not hold, or more shared memory than the chip has, is an
@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import token_kernel_variants as token_kernels  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 from kernel_tools import CHIPS  # noqa: E402
@@ -32,10 +33,13 @@ def main() -> None:
     args = parser.parse_args()
     table: dict[str, dict[str, Any]] = {}
     failed = []
-    for variant in [MAIN, *SMALL, *REST]:
+    for variant in [MAIN, *SMALL, *REST, *token_kernels.SMALL, *token_kernels.REST]:
         for chip in args.chips:
             try:
-                usage, cut = compile_variant(variant, chip)
+                if isinstance(variant, token_kernels.Variant):
+                    usage, cut = token_kernels.compile_variant(variant, chip), {}
+                else:
+                    usage, cut = compile_variant(variant, chip)
             except AssertionError as error:
                 failed.append(f"{variant} on {chip}: {error}")
                 print(f"FAILED {failed[-1]}", flush=True)
