@@ -12,8 +12,8 @@ from ddtree.kernels.reference import View
 
 KINDS = {"causal": 0, "full": 1, "tree": 2}
 """The kinds of views, as the kernels number them."""
-MAX_SPLITS = 64
-MERGE_ELEMENTS = 8192
+MAX_SPLITS = 32
+MERGE_ELEMENTS = 4096
 """Partial results that one program of the merge holds in registers."""
 
 
