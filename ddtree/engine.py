@@ -57,15 +57,15 @@ class Engine:
         max_batch_size: requests that run at the same time.
         max_model_len: most tokens of a request, prompt and output; default: the target's limit.
         page_size: tokens per KV page, a power of two.
-        num_pages: pages of the KV pools; default: room for `max_batch_size` requests of
-            `max_model_len`, within a quarter of the free memory on CPU and within
-            `memory_fraction` of the device's memory on CUDA.
+        num_pages: pages of the KV pools; default: room for `max_batch_size` full requests, within
+            a quarter of the free memory on CPU and `memory_fraction` of all memory on CUDA.
         prefill_chunk: prompt tokens per step.
         kernels: "auto" or "torch".
-        cuda_graphs: on CUDA, capture the decode rounds at construction and replay them; False
-            runs the same rounds eagerly. On CPU there is nothing to capture.
-        coupling: at temperature > 0, let the draft see the noise that the target chooses with, so
-            that more of it is accepted; the tokens are the same without.
+        cuda_graphs: on CUDA, capture the decode rounds at construction; False runs them eagerly.
+        coupling: make draft trees with the noise that sampled tokens are chosen with, and by the
+            drafter's calibration: more is accepted, the tokens are the same without.
+        verify: "match", or "rejection", which samples drafts and is there to compare with: tokens
+            then depend on the tree at temperature > 0, and rounds run eagerly.
         tokenizer: folder, hub id or tokenizer object; default: the target's.
         revision: branch, tag or commit of the target's hub repository.
         local_files_only: take hub files from the local cache only.
@@ -135,6 +135,7 @@ class Engine:
             prefill_chunk=prefill_chunk,
             cuda_graphs=cuda_graphs,
             coupling=coupling,
+            rejection=verify == "rejection",
             progress=partial(tqdm, desc="capturing", unit="graph"),
         )
         self._lock = threading.RLock()

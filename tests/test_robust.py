@@ -198,7 +198,7 @@ def test_unknown_names_are_type_errors():
         ("cuda_graphs", "yes"),
         ("local_files_only", 1),
         ("coupling", 1),
-        ("verify", "rejection"),
+        ("verify", "typical"),
         ("process_group", object()),
         ("tokenizer", 5),
         ("tokenizer", "/no/such/folder"),

@@ -52,9 +52,10 @@ def check_options(options: dict[str, Any]) -> None:
     for name in ("cuda_graphs", "local_files_only", "coupling"):
         if not isinstance(options[name], bool):
             raise ValueError(f"{name}: expected True or False, got {options[name]!r}")
-    for name, only in (("verify", "match"), ("process_group", None)):
-        if options[name] != only:
-            raise ValueError(f"{name}: only {only!r} is supported yet, got {options[name]!r}")
+    if options["verify"] not in ("match", "rejection"):
+        raise ValueError(f'verify: expected "match" or "rejection", got {options["verify"]!r}')
+    if options["process_group"] is not None:
+        raise ValueError("process_group: tensor parallelism is not supported yet; leave it None")
 
 
 def check_prompt(name: str, ids: Sequence[Any], vocab_size: int, max_model_len: int) -> list[int]:

@@ -36,6 +36,7 @@ class Loop:
         prefill_chunk: int,
         cuda_graphs: bool,
         coupling: bool,
+        rejection: bool,
         progress: Progress,
     ) -> Loop:
         """Size the KV pools, capture the decode rounds, and put scheduler and runner together.
@@ -50,7 +51,7 @@ class Loop:
         block = 1 if drafter is None else drafter.config.block_size
         nodes = max(budget + 1, block)
         width = pages_for(max_model_len + nodes, page_size)
-        captures = cuda_graphs and make_recorder(device) is not None
+        captures = cuda_graphs and not rejection and make_recorder(device) is not None
         buckets, keys = Buckets(), []
         if captures:
             narrow = ops.reads_whole_tables
@@ -71,6 +72,7 @@ class Loop:
                 device=device,
                 prefill_chunk=prefill_chunk,
                 coupling=coupling,
+                rejection=rejection,
             )
             recorder = make_recorder(device) if captures else None
             if recorder is not None:

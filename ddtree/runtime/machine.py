@@ -26,6 +26,9 @@ class Machine:
     weights: TreeWeights | None = None
     """How candidates are ranked and weighted; None: by the drafter's log-probabilities alone."""
 
+    rejection: bool = False
+    """Whether sampled rows accept drafts by recursive rejection instead of matching choices."""
+
     @property
     def taps(self) -> tuple[int, ...]:
         """Target layers whose residual streams feed the drafter."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ddtree.runtime.plan import Level
 from ddtree.runtime.sampler import Sampling, choose, choose_nodes, path_tokens, scaled_noise
 from ddtree.state import FLOATS, Rows, RowState
 from ddtree.tree.build import Tree
+from ddtree.tree.verify import Path, accept, accept_chain
 
 
 @dataclass
@@ -26,6 +28,10 @@ class RoundSampler:
     """None where all rows choose by plain argmax."""
     noise: Tensor | None = None
     """[B, depths, V]; None where all rows are greedy."""
+    row: Rows | None = None
+    """The integers of the rows."""
+    matches: ClassVar[bool] = True
+    """Whether tokens are chosen with the noise."""
 
     @classmethod
     def make(
@@ -48,11 +54,11 @@ class RoundSampler:
         if not level:
             return cls(machine, level, depths)
         sampling, noise = gather_sampling(rows, row, slot_ids, level), None
-        if Level.NOISE in level:
+        if Level.NOISE in level and cls.matches:
             vocab = machine.target.config.vocab_size
             temperature = sampling.filters.temperature
             noise = scaled_noise(row.seed, temperature, length, depths, vocab)
-        return cls(machine, level, depths, sampling, noise)
+        return cls(machine, level, depths, sampling, noise, row)
 
     def candidates(self, logits: Tensor, chain: bool) -> tuple[Tensor, Tensor]:
         """Candidates of every depth and their weights, [B, L, K] each, from `logits [B, L, V]`.
@@ -79,6 +85,17 @@ class RoundSampler:
         ids, weights = rank_candidates(logits, temperature, count, noise, alpha, scale)
         sampled = temperature[:, None, None] > 0
         return ids, torch.where(sampled, trust.sampled(weights), trust.greedy(weights))
+
+    def verify(
+        self, hidden: Tensor, tree: Tree, positions: Tensor, chain: bool
+    ) -> tuple[Path, Tensor]:
+        """The accepted path of every tree, and the token [B, depths] int64 emitted at its nodes.
+
+        hidden: [B, N, H] of the nodes; positions: [B, N] int64 their own.
+        """
+        chosen = self.choose(hidden, tree, positions)
+        path = (accept_chain if chain else accept)(tree, chosen, self.depths - 1)
+        return path, chosen.gather(1, path.nodes)
 
     def choose(self, hidden: Tensor, tree: Tree | None, positions: Tensor) -> Tensor:
         """The target's token after every node of `hidden [B, N, H]` -> `[B, N]` int64.

@@ -91,6 +91,7 @@ class Runner:
         device: torch.device,
         prefill_chunk: int = 2048,
         coupling: bool = True,
+        rejection: bool = False,
     ) -> Runner:
         """Allocate both KV pools, the device rows and the host buffers.
 
@@ -100,6 +101,7 @@ class Runner:
             max_nodes: largest N of any round; `num_candidates`: K.
             coupling: whether trees of sampled rows are made with the target's noise, and by the
                 drafter's calibration where it has one.
+            rejection: see `Machine`.
         """
         block, weights = 1, None
         if drafter is not None:
@@ -120,6 +122,7 @@ class Runner:
             page_size=page_size,
             num_candidates=num_candidates,
             weights=weights,
+            rejection=rejection,
         )
         vocab_size = target.config.vocab_size
         rows = RowState.allocate(max_batch_size, table_width, vocab_size, device)

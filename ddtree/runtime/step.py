@@ -13,12 +13,12 @@ from ddtree.runtime.kv_cache import slots_of
 from ddtree.runtime.machine import Machine
 from ddtree.runtime.pages import DUMMY_PAGE
 from ddtree.runtime.plan import ROW_LENGTH, ROW_RUNNING, ROW_STOPPED, DecodeSpec, Level
+from ddtree.runtime.rejection import RejectionSampler
 from ddtree.runtime.round_sampler import RoundSampler
 from ddtree.runtime.sampler import pack_logprobs
 from ddtree.runtime.stats import StageTimer
 from ddtree.state import STATE_COLUMNS, Rows, RowState, StepState
 from ddtree.tree.build import Tree, build_tree, chain_tree
-from ddtree.tree.verify import accept, accept_chain
 
 FAR = 1 << 40
 
@@ -36,7 +36,10 @@ def decode_step(
     Returns the report `[B, width]` int64 in the columns of `ReportLayout`.
     """
     row = rows.gather(slot_ids, table_width)
-    sampler = RoundSampler.make(machine, rows, row, slot_ids, spec.level, row.length, spec.path_len)
+    rejects = machine.rejection and spec.mode != "off" and Level.NOISE in spec.level
+    sampler = (RejectionSampler if rejects else RoundSampler).make(
+        machine, rows, row, slot_ids, spec.level, row.length, spec.path_len
+    )
     if spec.mode == "off":
         return _plain_round(machine, rows, row, slot_ids, spec, sampler, timer)
     drafter = machine.drafter
@@ -58,11 +61,9 @@ def decode_step(
     )
     state = StepState(row.length[:, None] + tree.depths, scratch[:, :nodes], plan)
     hidden, features = machine.target(tree.tokens, state, machine.target_kv, machine.taps)
-    chosen = sampler.choose(hidden, tree, state.positions)
+    path, emitted = sampler.verify(hidden, tree, state.positions, chain=spec.mode == "chain")
     timer.mark("verify")
 
-    path = (accept if spec.mode == "tree" else accept_chain)(tree, chosen, spec.path_len - 1)
-    emitted = chosen.gather(1, path.nodes)
     count, status = _finish(row, emitted, path.count)
     _commit(machine, spec, scratch, positions, path.nodes, count, features)
     last = emitted.gather(1, (count - 1).clamp_min(0)[:, None])[:, 0]
