@@ -180,7 +180,7 @@ def main() -> None:
     forward = forward_times(engine, context=256, repeats=15)
     result = {
         "command": "python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": f"{_cpu()}, {args.threads} threads, torch {torch.__version__}",
+        "machine": f"{cpu_name()}, {args.threads} threads, torch {torch.__version__}",
         "prompts": len(prompts),
         "new_tokens": args.new_tokens,
         "rows": rows,
@@ -196,7 +196,8 @@ def _ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """What the processor calls itself."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
