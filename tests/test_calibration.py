@@ -8,6 +8,7 @@ import pytest
 import torch
 from fixtures import tiny_drafter, tiny_target
 from stubs import check_engines, tiny_engine
+from train_drafter.__main__ import main
 from train_drafter.batches import Item
 from train_drafter.calibrate import TEMPERATURES, Records, _draft, fit
 from train_drafter.data import Sequence
@@ -16,7 +17,7 @@ from train_drafter.features import compute_features
 from train_drafter.layout import load_weights, read_config
 from train_drafter.target import load_target_weights
 
-from ddtree import SamplingParams
+from ddtree import Engine, SamplingParams
 from ddtree.config import CALIBRATION_FILE, Calibration
 from ddtree.kernels import get_ops
 from ddtree.models.registry import build_target
@@ -188,3 +189,33 @@ def test_a_calibrated_engine_has_other_trees_and_the_same_tokens(tmp_path, tempe
         assert again.token_ids == want.token_ids
         if not temperature:
             assert again.trace[0].scores == want.trace[0].scores
+
+
+class Numbers:
+    """A tokenizer of numbers, for a target folder that has none."""
+
+    chat_template = ""
+
+    def encode(self, text):
+        return [int(part) for part in text.split()]
+
+
+def test_the_command_writes_a_file_that_the_engine_reads(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Engine, "tokenizer", Numbers())
+    draft = tmp_path / "d"
+    shutil.copytree(tiny_drafter(), draft)
+    asked = tmp_path / "prompts.txt"
+    asked.write_text("\n".join(f"{i} {i + 9} {2 * i + 3}" for i in range(3, 39)))
+    options = ["--target", str(tiny_target()), "--draft", str(draft), "--work", str(tmp_path)]
+    options += ["--prompts", str(asked), "--max-new-tokens", "30"]
+    assert main(["calibrate", *options]) == 0
+    assert "temperature 0.7" in capsys.readouterr().out
+    calibration = read_config(draft, tiny_target()).calibration
+    assert calibration is not None and len(calibration.alpha) == DEPTH
+    with tiny_engine(draft=str(draft)) as engine, tiny_engine() as plain:
+        params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=1)
+        got, want = (e.generate([5, 6, 7], params)[0].token_ids for e in (engine, plain))
+        assert got == want
+    asked.write_text("4 5 6")
+    assert main(["calibrate", *options]) == 1
+    assert "prompts" in capsys.readouterr().err

@@ -35,6 +35,11 @@ def _folders(args: argparse.Namespace) -> tuple[Path, Path]:
     return args.work.expanduser(), Path(resolve(str(Path(args.target).expanduser()), name="target"))
 
 
+def _context(target: Path) -> int:
+    """Positions to make room for: answers and evaluation prompts are short."""
+    return min(1024, load_target_config(target).max_position_embeddings)
+
+
 def _config(args: argparse.Namespace, target: Path) -> tuple[dict, str]:
     """The drafter's config.json and where its weights start: a folder, "target" or ""."""
     if args.init in ("", "target"):
@@ -69,7 +74,9 @@ def corpus(args: argparse.Namespace) -> None:
         args.minutes,
         args.self_instruct,
     )
-    with Engine(str(target), max_batch_size=args.batch_size, max_model_len=1024) as engine:
+    with Engine(
+        str(target), max_batch_size=args.batch_size, max_model_len=_context(target)
+    ) as engine:
         say(f"corpus: {make_corpus(engine, prompts, work, options, say)}")
 
 
@@ -116,7 +123,7 @@ def evaluate(args: argparse.Namespace) -> None:
         str(draft),
         budget=max(args.budgets),
         max_batch_size=args.batch_size,
-        max_model_len=1024,
+        max_model_len=_context(target),
     ) as engine:
         turns = _user_turns(engine.tokenizer, work)
         closest = max(overlap(prompt, turns) for prompt in prompts)
@@ -147,7 +154,9 @@ def calibrate(args: argparse.Namespace) -> None:
         load_weights(model, draft)
     prompts = read_prompts(args.prompts.expanduser()) if args.prompts else []
     prompts = prompts or compose(args.compose, args.seed)
-    with Engine(str(target), max_batch_size=args.batch_size, max_model_len=1024) as engine:
+    with Engine(
+        str(target), max_batch_size=args.batch_size, max_model_len=_context(target)
+    ) as engine:
         answers = answer(engine, prompts, args.max_new_tokens, args.seed)
     cpu = torch.device("cpu")
     features_of = build_target(target, get_ops("torch", cpu), cpu, torch.float32, progress=False)

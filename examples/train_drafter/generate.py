@@ -32,15 +32,6 @@ class CorpusOptions:
     self_instruct: int = 0  # prompts that the target writes itself
 
 
-def accepts_temperature(engine: Engine) -> bool:
-    """Whether the engine samples; one that does not refuses the parameter with a ValueError."""
-    try:
-        engine.generate([[1]], SamplingParams(max_new_tokens=1, temperature=1.0))
-    except ValueError:
-        return False
-    return True
-
-
 def chat_ids(engine: Engine, prompt: str) -> list[int]:
     """Token ids of one user turn, up to where the answer begins; plain text without a template."""
     tokenizer = engine.tokenizer
@@ -64,13 +55,7 @@ def user_header(engine: Engine) -> list[int]:
 
 
 def self_instruct(engine: Engine, count: int, seed: int) -> list[str]:
-    """User turns written by the target itself: it sees the system part and the user header only.
-
-    Raises:
-        ValueError: the engine cannot sample, without which all turns would be the same.
-    """
-    if not accepts_temperature(engine):
-        raise ValueError("self_instruct: this engine refuses temperature > 0; give prompts instead")
+    """User turns written by the target itself: it sees the system part and the user header only."""
     header = user_header(engine)
     params = [
         SamplingParams(max_new_tokens=60, temperature=1.0, seed=seed + i) for i in range(count)
@@ -95,7 +80,7 @@ def make_corpus(
     Returns:
         counts of what the filter did in this call, with `tokens/s`.
     """
-    plan = _plan(engine, prompts, work, options, say)
+    plan = _plan(engine, prompts, work, options)
     keep = Filter()
     names = set()
     for name, sequences in readable_shards(work, say):
@@ -124,11 +109,7 @@ def make_corpus(
 
 
 def _plan(
-    engine: Engine,
-    prompts: list[str],
-    work: Path,
-    options: CorpusOptions,
-    say: Callable[[str], object],
+    engine: Engine, prompts: list[str], work: Path, options: CorpusOptions
 ) -> list[tuple[str, float]]:
     """Prompt and temperature of every answer, kept on disk for later resumes."""
     path = work / "corpus" / f"{options.name}.json"
@@ -136,13 +117,10 @@ def _plan(
         return [(prompt, float(t)) for prompt, t in json.loads(path.read_text())]
     if options.self_instruct:
         prompts = prompts + self_instruct(engine, options.self_instruct, options.seed)
-    mix = MIX if accepts_temperature(engine) else MIX[:1]
-    if len(mix) == 1:
-        say("this engine refuses temperature > 0: all answers will be greedy")
-    shares = np.array([share for _, share in mix])
+    shares = np.array([share for _, share in MIX])
     rng = np.random.default_rng(options.seed)
-    picks = rng.choice(len(mix), size=len(prompts), p=shares / shares.sum())
-    plan = [(prompt, mix[pick][0]) for prompt, pick in zip(prompts, picks, strict=True)]
+    picks = rng.choice(len(MIX), size=len(prompts), p=shares / shares.sum())
+    plan = [(prompt, MIX[pick][0]) for prompt, pick in zip(prompts, picks, strict=True)]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(plan))
