@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,14 @@ logger = logging.getLogger("ddtree")
 
 
 class TritonOps(TorchOps):
-    """Shapes and meanings are `TorchOps`'s; an op without a kernel here is the torch one."""
+    """Shapes and meanings are `TorchOps`'s; an op without a kernel here is the torch one.
+
+    Numbers per row `[B]` may be columns of the device rows, whatever their stride.
+    """
 
     name = "triton"
     reads_whole_tables = False
+    fused = True
 
     def __init__(self, device: torch.device):
         super().__init__(device)
@@ -154,7 +159,8 @@ class TritonOps(TorchOps):
         budget: Tensor | None = None,
     ) -> TreeTensors:
         """`ddtree.tree.build_tree` in one launch; the fields of its `Tree`, in order."""
-        return build_tree(anchor, ids, weights, num_nodes, budget)
+        budget = None if budget is None else budget.contiguous()
+        return build_tree(anchor.contiguous(), ids, weights, num_nodes, budget)
 
     # -- vocabulary ---------------------------------------------------------------------------
 
@@ -177,7 +183,9 @@ class TritonOps(TorchOps):
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The drafter's candidates under its rows' temperature and noise, [B, L, K] each."""
-        return rank_candidates(logits, temperature, count, seeds, positions, alpha, scale)
+        seeds = None if seeds is None else seeds.contiguous()
+        heat = temperature.contiguous()
+        return rank_candidates(logits, heat, count, seeds, positions, alpha, scale)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """As `TorchOps.argmax`."""
@@ -192,4 +200,8 @@ class TritonOps(TorchOps):
         positions: Tensor | None = None,
     ) -> Tensor:
         """Tokens of `logits [B, N, V]` after filters and noise, [B, N] int64."""
+        seeds = None if seeds is None else seeds.contiguous()
+        if filters is not None:
+            given = {name: value for name, value in vars(filters).items() if value is not None}
+            filters = replace(filters, **{name: x.contiguous() for name, x in given.items()})
         return choose_tokens(logits, filters, seeds, positions)[0]

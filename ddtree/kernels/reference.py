@@ -107,6 +107,9 @@ class TorchOps:
     name = "torch"
     reads_whole_tables = True
     """Attention looks at all key positions of the block tables it is given, used or not."""
+    fused = False
+    """The set also has what takes torch several ops, in one launch each: `build_tree`,
+    `rank_candidates` and `choose_tokens`, which make their noise in place, `rotate_and_write`."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -114,6 +117,10 @@ class TorchOps:
         self.sees_values = device.type == "cpu"
         """The host can read values at no cost; nothing that a graph captures may depend on it."""
         self._scalars: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
+
+    def describe(self) -> dict[str, str]:
+        """What serves which calls, for `Engine.describe`."""
+        return {"attention": self.name}
 
     # -- dense ------------------------------------------------------------------------------
 

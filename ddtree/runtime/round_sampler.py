@@ -27,7 +27,11 @@ class RoundSampler:
     sampling: Sampling | None = None
     """None where all rows choose by plain argmax."""
     noise: Tensor | None = None
-    """[B, depths, V]; None where all rows are greedy."""
+    """[B, depths, V]; None where all rows are greedy, or the kernels make it from the seeds."""
+    seeds: Tensor | None = None
+    """[B] int64 where the kernels make the noise."""
+    length: Tensor | None = None
+    """[B] int64 position of the root; with seeds only."""
     row: Rows | None = None
     """The integers of the rows."""
     matches: ClassVar[bool] = True
@@ -53,12 +57,17 @@ class RoundSampler:
         level &= ~Level.LOGPROBS
         if not level:
             return cls(machine, level, depths)
-        sampling, noise = gather_sampling(rows, row, slot_ids, level), None
-        if Level.NOISE in level and cls.matches:
+        sampler = cls(machine, level, depths, gather_sampling(rows, row, slot_ids, level), row=row)
+        assert sampler.sampling is not None
+        if Level.NOISE not in level or not cls.matches:
+            return sampler
+        if machine.ops.fused:
+            sampler.seeds, sampler.length = row.seed, length
+        else:
             vocab = machine.target.config.vocab_size
-            temperature = sampling.filters.temperature
-            noise = scaled_noise(row.seed, temperature, length, depths, vocab)
-        return cls(machine, level, depths, sampling, noise, row)
+            temperature = sampler.sampling.filters.temperature
+            sampler.noise = scaled_noise(row.seed, temperature, length, depths, vocab)
+        return sampler
 
     def candidates(self, logits: Tensor, chain: bool) -> tuple[Tensor, Tensor]:
         """Candidates of every depth and their weights, [B, L, K] each, from `logits [B, L, V]`.
@@ -68,7 +77,8 @@ class RoundSampler:
         machine = self.machine
         count = 1 if chain else machine.num_candidates
         trust = machine.weights
-        if self.noise is None or self.sampling is None or (chain and trust is None):
+        plain = self.noise is None and self.seeds is None
+        if plain or self.sampling is None or (chain and trust is None):
             if chain:
                 ids = machine.ops.argmax(logits).unsqueeze(2)
                 return ids, ids
@@ -76,13 +86,23 @@ class RoundSampler:
             return ids, log_q if trust is None else trust.greedy(log_q)
         temperature = self.sampling.filters.temperature
         if trust is None:
-            return rank_candidates(logits, temperature, count)
+            rank = machine.ops.rank_candidates if machine.ops.fused else rank_candidates
+            return rank(logits, temperature, count)
         depth = logits.shape[1]
-        noise, alpha, scale = self.noise[:, :depth], trust.alpha[:depth], trust.scale[:depth]
+        alpha, scale = trust.alpha[:depth], trust.scale[:depth]
+        if self.noise is None:
+            assert self.seeds is not None and self.length is not None
+            places = self.length[:, None] + torch.arange(1, depth + 1, device=logits.device)
+            coupling = (self.seeds, places, alpha, scale)
+            ids, weights = machine.ops.rank_candidates(logits, temperature, count, *coupling)
+        elif chain:
+            scores = torch.addcmul(self.noise[:, :depth], logits, alpha[:, None])
+            ids = weights = machine.ops.argmax(scores).unsqueeze(2)
+        else:
+            noise = self.noise[:, :depth]
+            ids, weights = rank_candidates(logits, temperature, count, noise, alpha, scale)
         if chain:
-            ids = machine.ops.argmax(torch.addcmul(noise, logits, alpha[:, None])).unsqueeze(2)
             return ids, ids
-        ids, weights = rank_candidates(logits, temperature, count, noise, alpha, scale)
         sampled = temperature[:, None, None] > 0
         return ids, torch.where(sampled, trust.sampled(weights), trust.greedy(weights))
 
@@ -117,6 +137,7 @@ class RoundSampler:
             depths,
             positions + 1,
             paths,
+            self.seeds,
         )
 
 

@@ -27,7 +27,8 @@ CHUNK_LOGITS = 1 << 25
 """Logits held at once: 128 MiB in float32."""
 CPU_BLOCK_LOGITS = 1 << 18
 """Logits filtered and perturbed at once on CPU: with the integers that go with them they stay in
-the cache. Elsewhere it is an eighth of a chunk, which those integers then fill again."""
+the cache. Elsewhere it is an eighth of a chunk, which those integers then fill again; kernels that
+make the noise while they choose need no such room."""
 
 
 @dataclass
@@ -118,20 +119,24 @@ def choose_nodes(
     depths: Tensor,
     positions: Tensor,
     paths: Tensor | None = None,
+    seeds: Tensor | None = None,
 ) -> Tensor:
     """The target's sampled token after every node of `hidden [B, N, H]` -> `[B, N]` int64.
 
-    noise:     [B, P, V] float32, see `scaled_noise`; None when all rows are greedy.
+    noise:     [B, P, V] float32, see `scaled_noise`; None when all rows are greedy, or with seeds.
     depths:    [B, N] int64, each less than P.
     positions: [B, N] int64 absolute position of the token that a node chooses: one more than its
                own.
     paths:     [B, N, L] int64, see `path_tokens`; needed with penalties only.
+    seeds:     [B] int64, for kernel sets that make the noise while they choose.
 
     A row at temperature 0 gets what `choose` gives, except for its own adjustments.
     """
     batch, nodes, _ = hidden.shape
     vocab = target.config.vocab_size
     block = CPU_BLOCK_LOGITS if hidden.device.type == "cpu" else CHUNK_LOGITS // 8
+    if seeds is not None and sampling.adjustments is None:
+        block = CHUNK_LOGITS
     parts = []
     for outer in _blocks(batch, nodes, vocab, CHUNK_LOGITS):
         chunk = target.logits(hidden[outer])
@@ -144,7 +149,12 @@ def choose_nodes(
             if noise is not None:
                 filter_logits(logits, part.filters)
                 logits = perturb_nodes(logits, noise[rows], depths[rows, columns])
-            parts.append(ops.argmax(logits).view(-1))
+            if seeds is None:
+                tokens = ops.argmax(logits)
+            else:
+                places = positions[rows, columns]
+                tokens = ops.choose_tokens(logits, part.filters, seeds[rows], places)
+            parts.append(tokens.view(-1))
     chosen = parts[0] if len(parts) == 1 else torch.cat(parts)
     return chosen.view(batch, nodes)
 

@@ -138,7 +138,8 @@ def _draft_tree(
     spine = torch.full_like(weights, float("-inf"))
     spine[:, :, 0].fill_(0.0)
     weights = torch.where(row.chain[:, None, None] > 0, spine, weights)
-    return build_tree(row.anchor, ids, weights, spec.num_nodes, row.budget)
+    request = (row.anchor, ids, weights, spec.num_nodes, row.budget)
+    return Tree(*ops.build_tree(*request)) if ops.fused else build_tree(*request)
 
 
 def _finish(row: Rows, emitted: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
