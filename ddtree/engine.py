@@ -60,7 +60,7 @@ class Engine:
         num_pages: pages of the KV pools; default: room for `max_batch_size` full requests, within
             a quarter of the free memory on CPU and `memory_fraction` of all memory on CUDA.
         prefill_chunk: prompt tokens per step.
-        kernels: "auto" or "torch".
+        kernels: "auto" (Triton's on CUDA, torch elsewhere), "triton" or "torch".
         cuda_graphs: on CUDA, capture the decode rounds at construction; False runs them eagerly.
         coupling: make draft trees with the noise that sampled tokens are chosen with, and by the
             drafter's calibration: more is accepted, the tokens are the same without.
@@ -117,9 +117,7 @@ class Engine:
         self._budget = budget if self._drafter is not None else 0
         limit = config.max_position_embeddings
         if max_model_len is not None and max_model_len > limit:
-            raise ValueError(
-                f"max_model_len: the target has {limit} positions, got {max_model_len}"
-            )
+            raise ValueError(f"max_model_len: the target has room for {limit}, got {max_model_len}")
         self.max_model_len = max_model_len or limit
         self._loop = Loop.build(
             self._target,
@@ -233,6 +231,7 @@ class Engine:
             "budget": self._budget,
             "max_model_len": self.max_model_len,
             **self._loop.describe(),
+            **self._target.ops.describe(),
         }
 
     def close(self) -> None:
