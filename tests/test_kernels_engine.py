@@ -1,5 +1,6 @@
 """The engine on Triton's kernels, in the interpreter: the torch ops' tokens."""
 
+import contextlib
 import dataclasses
 import random
 
@@ -9,6 +10,15 @@ from kernel_tools import interpreted
 from stubs import FULL, SIBLINGS, by_anchor, install
 
 from ddtree import Engine, SamplingParams
+from ddtree.runtime import round_sampler, sampler, step
+
+TORCH_WAYS = (
+    (step, "build_tree"),
+    (round_sampler, "rank_candidates"),
+    (round_sampler, "scaled_noise"),
+    (sampler, "filter_logits"),
+    (sampler, "perturb_nodes"),
+)
 
 
 def engine(kernels, architecture, budget):
@@ -23,6 +33,15 @@ def engine(kernels, architecture, budget):
     )
 
 
+@contextlib.contextmanager
+def only(kernels):
+    """Under "triton", the torch way to make trees, candidates and noise breaks."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in TORCH_WAYS if kernels == "triton" else ():
+            patch.setattr(module, name, None)
+        yield
+
+
 def check(architecture, budget, jobs, ranks=SIBLINGS, longest=20):
     """Two engines that differ in their kernels alone, and in nothing they say.
 
@@ -32,7 +51,7 @@ def check(architecture, budget, jobs, ranks=SIBLINGS, longest=20):
     prompts = [[rng.randrange(98) for _ in range(rng.randint(2, longest))] for _ in jobs]
     found = {}
     for kernels in ("torch", "triton"):
-        with engine(kernels, architecture, budget) as tested:
+        with engine(kernels, architecture, budget) as tested, only(kernels):
             if kernels == "torch":
                 off = [dataclasses.replace(job, speculation="off") for job in jobs]
                 answers = [output.token_ids for output in tested.generate(prompts, off)]
@@ -49,6 +68,25 @@ def check(architecture, budget, jobs, ranks=SIBLINGS, longest=20):
 def test_a_few_rounds():
     ((tokens, rounds, _),) = check("llama", 8, [SamplingParams(max_new_tokens=6)], longest=4)
     assert len(tokens) == 6 and rounds < 4
+
+
+@interpreted
+def test_a_few_sampled_rounds():
+    filters = {"top_k": 40, "top_p": 0.95, "min_p": 0.01}
+    jobs = [
+        SamplingParams(max_new_tokens=5, temperature=0.9, seed=3),
+        SamplingParams(max_new_tokens=5, temperature=1.2, seed=4, speculation="chain", **filters),
+    ]
+    check("llama", 5, jobs, longest=4)
+
+
+@interpreted
+def test_the_engine_tells_what_serves_attention():
+    with engine("triton", "llama", 4) as tested:
+        tested.generate([1, 2, 3], SamplingParams(max_new_tokens=2))
+        told = tested.describe()
+    assert told["kernels"] == told["attention"] == "triton"
+    assert told["causal attention"].startswith("triton (")
 
 
 @pytest.mark.slow
