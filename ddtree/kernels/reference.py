@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddtree.kernels.packed_linear import PackedLinear, pack, packed_library
+
 View = tuple[str, int]
 """How a layer looks at its own block: (``"causal" | "full" | "tree"``, sliding window or 0)."""
 
@@ -16,29 +18,6 @@ NULL_PAGE = 1
 """Page that is never written: unused key positions read its zeros."""
 PACKED_ROWS_MAX = 64
 """Query tokens up to which the heads of a group are packed into one row tile."""
-
-
-@dataclass
-class PackedLinear:
-    """A weight `[O, I]` in a CPU library's blocked layout.
-
-    With it every row of the product is computed alike whatever the number of rows, so that a
-    token's logits do not depend on how many other tokens are verified beside it. `F.linear`
-    changes its summation with the number of rows.
-    """
-
-    library: str
-    """``"mkl"`` or ``"mkldnn"`` (oneDNN)."""
-    shape: tuple[int, int]
-    tensors: tuple[Tensor, ...]
-    """The packed weight; for MKL also a view of the plain one's shape, never read."""
-
-    def product(self, x: Tensor) -> Tensor:
-        """`x [..., I]` -> `[..., O]`."""
-        if self.library == "mkl":
-            rows = x.numel() // self.shape[1]
-            return torch.ops.mkl._mkl_linear.default(x, *self.tensors, None, rows)
-        return torch.ops.mkldnn._linear_pointwise.default(x, *self.tensors, None, "none", [], "")
 
 
 @dataclass
@@ -78,29 +57,6 @@ class AttentionPlan:
         return tuple(self.masks)
 
 
-def _packed_library(device: torch.device) -> str:
-    """Name the CPU library whose prepacked linear works here, or "" for plain `F.linear`."""
-    if device.type != "cpu":
-        return ""
-    weight = torch.arange(12, dtype=torch.float32).view(3, 4)
-    for library in ("mkl", "mkldnn"):
-        try:
-            if torch.equal(_pack(weight, library).product(weight), weight @ weight.T):
-                return library
-        except (RuntimeError, AttributeError):
-            continue
-    return ""
-
-
-def _pack(weight: Tensor, library: str) -> PackedLinear:
-    shape = (weight.shape[0], weight.shape[1])
-    if library == "mkl":
-        # Laid out for 64 rows it is no slower at one, and at 17 to 64 a quarter faster than for 16.
-        data = torch.ops.mkl._mkl_reorder_linear_weight(weight, 64)
-        return PackedLinear(library, shape, (data, weight.new_zeros(1).expand(shape)))
-    return PackedLinear(library, shape, (torch.ops.mkldnn._reorder_linear_weight(weight, 16),))
-
-
 class TorchOps:
     """The ops in plain torch. Shapes: `B` rows, `T` tokens, `D` head size, `S` key positions."""
 
@@ -109,11 +65,11 @@ class TorchOps:
     """Attention looks at all key positions of the block tables it is given, used or not."""
     fused = False
     """The set also has what takes torch several ops, in one launch each: `build_tree`,
-    `rank_candidates` and `choose_tokens`, which make their noise in place, `rotate_and_write`."""
+    `rank_candidates` and `choose_tokens`, which make their noise in place."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.linear_library = _packed_library(device)
+        self.linear_library = packed_library(device)
         self.sees_values = device.type == "cpu"
         """The host can read values at no cost; nothing that a graph captures may depend on it."""
         self._scalars: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
@@ -128,7 +84,7 @@ class TorchOps:
         """Prepack a weight `[O, I]` for `linear`; float32 on CPU only, elsewhere as it is."""
         if not self.linear_library or weight.dtype != torch.float32 or weight.device.type != "cpu":
             return weight
-        return _pack(weight.contiguous(), self.linear_library)
+        return pack(weight.contiguous(), self.linear_library)
 
     def linear(self, x: Tensor, weight: Tensor | PackedLinear) -> Tensor:
         """`x [..., I]` times the transposed weight -> `[..., O]`."""
@@ -145,6 +101,13 @@ class TorchOps:
         norm = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), floor)
         normed = torch.addcdiv(zero, wide, norm, value=math.sqrt(size))
         return normed.mul_(weight) if wide is x else normed.to(x.dtype).mul_(weight)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream after an addition, `s = residual + x`, and `rms_norm(s)`."""
+        total = residual + x
+        return total, self.rms_norm(total, weight, eps)
 
     def _constants(self, device: torch.device, floor: float) -> tuple[Tensor, Tensor]:
         """Zero and `floor` as scalars on the device, made once."""
@@ -253,6 +216,65 @@ class TorchOps:
     def write_kv(self, kv_layer: Tensor, slots: Tensor, kv: Tensor) -> None:
         """Store `kv [B, T, 2, Hkv, D]` at `slots [B, T]` of `kv_layer [slots, 2, Hkv, D]`."""
         kv_layer.index_copy_(0, slots.reshape(-1), kv.flatten(0, 1))
+
+    def rotate_and_write(
+        self,
+        heads: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        slots: Tensor,
+        kv_layer: Tensor,
+    ) -> Tensor:
+        """Norm and rotate new queries and keys, and store the keys and values.
+
+        Args:
+            heads: [B, T, Hq + 2 * Hkv, D] queries, keys and values; may be overwritten.
+            cos, sin: as in `rope`.
+            q_weight, k_weight: [D] the norms' weights; None, both: no norm.
+            slots: [B, T] of `kv_layer [slots, 2, Hkv, D]`.
+
+        Returns:
+            The queries [B, T, Hq, D].
+        """
+        kv_heads = int(kv_layer.shape[2])
+        count = int(heads.shape[2])
+        q, kv = heads.split((count - 2 * kv_heads, 2 * kv_heads), dim=2)
+        if q_weight is not None and k_weight is not None:
+            q = self.rope(self.rms_norm(q, q_weight, eps), cos, sin)
+            k = kv[:, :, :kv_heads]
+            self.rope(self.rms_norm(k, k_weight, eps), cos, sin, out=k)
+        else:
+            turning = heads[:, :, : count - kv_heads]
+            self.rope(turning, cos, sin, out=turning)
+        self.write_kv(kv_layer, slots, kv.unflatten(2, (2, kv_heads)))
+        return q
+
+    def write_context(
+        self,
+        rows: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_weights: Tensor,
+        eps: float,
+        slots: Tensor,
+        kv: Tensor,
+    ) -> None:
+        """Norm and rotate the keys of context rows, and store them and the values, in all layers.
+
+        Args:
+            rows: [layers, B, T, 2, Hkv, D] keys and values, a view of contiguous
+                [B, T, layers, 2, Hkv, D]; may be overwritten.
+            cos, sin: as in `rope`.
+            k_weights: [layers, D] the norms' weights.
+            slots: [B, T] of `kv [layers, slots, 2, Hkv, D]`.
+        """
+        for index, weight in enumerate(k_weights.unbind(0)):
+            k = rows[index, :, :, 0]
+            self.rope(self.rms_norm(k, weight, eps), cos, sin, out=k)
+            self.write_kv(kv[index], slots, rows[index])
 
     def move_kv(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy rows `source [n]` to `target [n]` in `kv [layers, slots, 2, Hkv, D]`.
