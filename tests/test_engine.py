@@ -420,6 +420,7 @@ def test_describe():
         "prefill_chunk": 2048,
         "preemptions": 0,
         "kernels": "torch",
+        "attention": "torch",
     }
     assert {name: told[name] for name in want} == want
     assert engine.tokenizer is None

@@ -55,6 +55,36 @@ def test_the_set_serves_attention_and_stores():
     }
 
 
+@pytest.mark.parametrize("norm", [True, False])
+@interpreted
+def test_one_launch_does_what_the_torch_set_does_in_several(norm):
+    layers, batch, tokens, heads, kv_heads, dim = 3, 2, 5, 4, 2, 16
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    slots = torch.randperm(40, generator=generator)[: batch * tokens].view(batch, tokens)
+    cos, sin = randn(2, batch, tokens, 1, dim)
+    q_weight, k_weights = randn(dim), randn(layers, dim)
+    weights = (q_weight, k_weights[1]) if norm else (None, None)
+    new = randn(batch, tokens, heads + 2 * kv_heads, dim)
+    made = randn(batch, tokens, layers, 2, kv_heads, dim)
+    x, residual, scale = randn(3, batch, tokens, 24)
+    found = []
+    for ops in (get_ops("torch", CPU), get_ops("triton", CPU)):
+        kv = torch.zeros(layers, 40, 2, kv_heads, dim)
+        q = ops.rotate_and_write(new.clone(), cos, sin, *weights, 1e-5, slots, kv[1])
+        context = torch.zeros_like(kv)
+        rows = made.clone().permute(2, 0, 1, 3, 4, 5)
+        ops.write_context(rows, cos, sin, k_weights, 1e-5, slots, context)
+        sums = ops.add_rms_norm(x, residual, scale[0, 0], 1e-5)
+        found.append((q, kv, context, *sums))
+        assert not kv[0].any() and kv[1, slots].all() and context[:, slots].all()
+    assert torch.equal(found[0][3], x + residual)
+    torch.testing.assert_close(found[1], found[0], atol=2e-6, rtol=2e-6)
+
+
 def flash_double(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal, **kw):
     """What flash-attn 2 asks of its arguments, and computes from them."""
     (left, right), page = kw.pop("window_size"), k_cache.shape[1]

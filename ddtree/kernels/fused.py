@@ -119,14 +119,25 @@ class TritonOps(TorchOps):
         k_weight: Tensor | None,
         eps: float,
         slots: Tensor,
-        kv: Tensor,
+        kv_layer: Tensor,
     ) -> Tensor:
-        """Norm and rotate queries and keys and store keys and values: one launch for all layers.
+        """As `TorchOps.rotate_and_write`, in place of two `rms_norm`s, two `rope`s and a store."""
+        one, layer = heads.unsqueeze(2), kv_layer.unsqueeze(0)
+        return rotate_and_write(one, cos, sin, q_weight, k_weight, eps, slots, layer)
 
-        In place of two `rms_norm`s, one or two `rope`s and a `write_kv` per layer; see
-        `ddtree.kernels.kv_cache.rotate_and_write`.
-        """
-        return rotate_and_write(heads, cos, sin, q_weight, k_weight, eps, slots, kv)
+    def write_context(
+        self,
+        rows: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_weights: Tensor,
+        eps: float,
+        slots: Tensor,
+        kv: Tensor,
+    ) -> None:
+        """As `TorchOps.write_context`, in one launch for all layers."""
+        heads = rows.permute(1, 2, 0, 3, 4, 5).flatten(3, 4)
+        rotate_and_write(heads, cos, sin, None, k_weights, eps, slots, kv)
 
     # -- dense ------------------------------------------------------------------------------
 

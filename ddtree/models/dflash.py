@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -54,6 +56,7 @@ class DFlash(nn.Module):
             },
             config.attention_bias,
         )
+        self.context_norms: Any = None
         num_positions = num_positions or config.max_position_embeddings + ROPE_MARGIN
         self.rope = Rope(config.rope, config.head_dim, num_positions, device)
 
@@ -69,6 +72,7 @@ class DFlash(nn.Module):
             layer.load(checkpoint, f"layers.{index}.")
             checkpoint.ignore(f"layers.{index}.self_attn.rotary_emb.inv_freq")
         self.context_kv.load(checkpoint)
+        self.context_norms = torch.stack([layer.attention.k_norm.weight for layer in self.layers])
         self.norm.load(checkpoint, "norm")
 
     @property
@@ -113,7 +117,5 @@ class DFlash(nn.Module):
             d=self.config.head_dim,
         )
         cos, sin = self.rope(positions)
-        for index, layer in enumerate(self.layers):
-            k = rows[index, :, :, 0]
-            self.ops.rope(layer.attention.k_norm(k), cos, sin, out=k)
-            self.ops.write_kv(kv[index], slots, rows[index])
+        eps = self.config.rms_norm_eps
+        self.ops.write_context(rows, cos, sin, self.context_norms, eps, slots, kv)

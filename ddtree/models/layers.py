@@ -66,6 +66,10 @@ class RMSNorm:
         """`x [..., size]` -> the same shape and dtype."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream after an addition, `residual + x`, and its norm."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
 
 class Rope:
     """Cosine and signed sine tables `[P, D]`, made once and gathered once per forward."""
@@ -151,6 +155,7 @@ class Attention:
         self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
+        self.eps = config.rms_norm_eps
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         qkv = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         self.qkv = Linear(ops, config.hidden_size, qkv, config.attention_bias)
@@ -173,15 +178,12 @@ class Attention:
     ) -> Tensor:
         """`x [B, T, H]` -> `[B, T, H]`; the tokens' K/V are stored at `state.slots` first."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        q, kv = heads.split((self.heads, 2 * self.kv_heads), dim=2)
+        q_weight, k_weight = None, None
         if self.qk_norm:
-            q = self.ops.rope(self.q_norm(q), cos, sin)
-            k = kv[:, :, : self.kv_heads]
-            self.ops.rope(self.k_norm(k), cos, sin, out=k)
-        else:
-            turning = heads[:, :, : self.heads + self.kv_heads]
-            self.ops.rope(turning, cos, sin, out=turning)
-        self.ops.write_kv(kv_layer, state.slots, kv.unflatten(2, (2, self.kv_heads)))
+            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        q = self.ops.rotate_and_write(
+            heads, cos, sin, q_weight, k_weight, self.eps, state.slots, kv_layer
+        )
         out = self.ops.attention(q, kv_layer, state.plan, view, self.scale)
         return self.output(out.flatten(2))
 
@@ -226,5 +228,6 @@ class DecoderLayer:
         self, x: Tensor, cos: Tensor, sin: Tensor, state: StepState, kv_layer: Tensor, view: View
     ) -> Tensor:
         """Residual stream `x [B, T, H]` before the layer -> after it."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, state, kv_layer, view)
-        return x + self.mlp(self.mlp_norm(x))
+        mixed = self.attention(self.attention_norm(x), cos, sin, state, kv_layer, view)
+        x, normed = self.mlp_norm.add(mixed, x)
+        return x + self.mlp(normed)
