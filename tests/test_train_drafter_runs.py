@@ -14,7 +14,7 @@ import fixtures
 import numpy as np
 import pytest
 import torch
-from train_drafter import checkpoint, data, evaluate, features, generate
+from train_drafter import checkpoint, data, evaluate, features, generate, train
 from train_drafter.__main__ import main
 from train_drafter.batches import Store
 from train_drafter.drafter import TrainableDrafter
@@ -191,6 +191,32 @@ def test_corpus_is_the_engines_own_output_and_resumes(tmp_path, monkeypatch):
         paths[1].unlink()
         generate.make_corpus(engine, asked, tmp_path, options, quiet)
         assert {path.name: path.read_bytes() for path in data.shard_paths(tmp_path)} == contents
+
+
+def test_processes_end_together_whatever_time_each_has_spent(tmp_path, monkeypatch):
+    """A run's time is the mean over its processes, and the same number in all of them."""
+    target, draft = fixtures.tiny_target(), fixtures.tiny_drafter()
+    model = TrainableDrafter(read_config(draft, target), 64)
+    weights = load_target_weights(target)
+    store = Store(tmp_path, TAPS, weights.fingerprint)
+    options = TrainOptions(minutes=0.1)
+    trainer = train.Trainer(tmp_path, {}, model, weights, store, options, print)
+    trainer.world = 2
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def with_a_slower_one(mine):
+        mine *= 2
+        mine[-1] += 3.0
+
+    monkeypatch.setattr(train.dist, "all_reduce", with_a_slower_one)
+    for spent in (1.0, 1.0, 0.0):
+        before = trainer.share_done()
+        trainer._spent = spent
+        assert trainer.share_done() == before
+        assert trainer._average_gradients(7.0) == 7.0
+    assert trainer.progress.seconds == 2.5 + 2.5 + 1.5
+    assert all(bool((p.grad == 1).all()) for p in model.parameters())
 
 
 @pytest.mark.slow

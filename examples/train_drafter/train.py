@@ -101,6 +101,7 @@ class Trainer:
         self.curves = Curves(run)
         self.stop = False  # what all processes have agreed on
         self._wish = False  # what a signal asked of this one
+        self._spent = 0.0  # processor seconds of its last step
         depth = model.config.block_size - 1
         self.depth_weights = torch.exp(-torch.arange(depth) / options.gamma)
         self._parameters = decayed + plain
@@ -218,11 +219,13 @@ class Trainer:
         return value
 
     def _average_gradients(self, loss: float) -> float:
-        """Mean over the processes, in one buffer that carries the loss and the wish to stop too."""
+        """Means over the processes, in one buffer: gradients, loss, the wish to stop, and the time
+        spent, so that all have the same learning rate and end after the same step."""
         if self.world == 1:
             self.stop = self._wish
+            self.progress.seconds += self._spent
             return loss
-        extra = torch.tensor([loss, float(self._wish), self.progress.seconds])
+        extra = torch.tensor([loss, float(self._wish), self._spent])
         flat = torch.cat([p.grad.flatten() for p in self._parameters] + [extra])
         dist.all_reduce(flat)
         flat /= self.world
@@ -231,7 +234,7 @@ class Trainer:
             p.grad.copy_(flat[offset : offset + p.numel()].view(p.shape))
             offset += p.numel()
         self.stop = bool(flat[-2] > 0)
-        self.progress.seconds = float(flat[-1])
+        self.progress.seconds += float(flat[-1])
         return float(flat[-3])
 
     # -- the run ----------------------------------------------------------------------------
@@ -271,7 +274,7 @@ class Trainer:
                 value = self.step(*self._make(items, plan[p.position]))
                 p.step += 1
                 p.position += 1
-                p.seconds += (time.process_time() - began) / torch.get_num_threads()
+                self._spent = (time.process_time() - began) / torch.get_num_threads()
                 if self.rank == 0:
                     self.curves.loss(p.step, p.seconds, value, self.learning_rate())
                     if time.monotonic() - saved > o.save_seconds:
