@@ -1,4 +1,4 @@
-"""Checks on a GPU what a CPU cannot show: captured rounds, no host waits, no gaps, the roofline.
+"""Checks on a GPU what a CPU cannot show: captured rounds, host waits, gaps, roofline, kernels.
 
 Random weights of real shapes (Qwen3-8B and a 5-layer DFlash drafter, block 16) are made on the
 device, nothing is downloaded. Without a GPU, or with --cpu, the same code runs on a small model,
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
 import sys
 import time
@@ -25,14 +26,17 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from check_kernels import NOT_MEASURED, device_ms, measure, unmeasured  # noqa: E402
 from emulator import Emulator, KnownDrafter  # noqa: E402
 from fixtures import TINY_TAPS, tiny_drafter, tiny_target  # noqa: E402
+from kernel_trials import SMALL, Sizes  # noqa: E402
 from stubs import FULL, PARTLY, _ranked_rows  # noqa: E402
 
 from ddtree import SamplingParams  # noqa: E402
 from ddtree.config import DraftConfig, ModelConfig, load_target_config  # noqa: E402
 from ddtree.config.shapes import RopeConfig  # noqa: E402
 from ddtree.kernels import get_ops  # noqa: E402
+from ddtree.kernels.reference import TorchOps  # noqa: E402
 from ddtree.models.dummy import dummy_models  # noqa: E402
 from ddtree.models.qwen3 import Qwen3  # noqa: E402
 from ddtree.models.registry import build_drafter, build_target  # noqa: E402
@@ -46,9 +50,10 @@ from ddtree.runtime.request import FINISHED, RUNNING, Request  # noqa: E402
 from ddtree.runtime.stats import StageTimer  # noqa: E402
 from ddtree.runtime.step import decode_step  # noqa: E402
 
-NOT_MEASURED = "not measured"
 BLOCK, PAGE = 16, 16
 GAP_US = 50.0
+SECONDS = 420.0
+"""When kernels are no longer begun: the whole takes less than eight minutes."""
 
 
 def shapes(real: bool) -> tuple[ModelConfig, DraftConfig]:
@@ -114,6 +119,8 @@ def make_loop(target: Any, drafter: Any, ops: Any, **options: Any) -> Loop:
         "memory_fraction": 0.9,
         "prefill_chunk": 256,
         "cuda_graphs": True,
+        "coupling": True,
+        "rejection": False,
         "progress": iter,
     }
     return Loop.build(target, drafter, ops, **(defaults | options))
@@ -319,20 +326,6 @@ def roofline(
 
 
 @torch.inference_mode()
-def device_ms(run: Callable[[], Any], warm: int = 2, repeats: int = 8) -> float:
-    """Milliseconds per call, by the device's clock."""
-    for _ in range(warm):
-        run()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / repeats
-
-
-@torch.inference_mode()
 def host_ms(run: Callable[[], Any]) -> float:
     """Milliseconds of one call, by the host's clock."""
     start = time.perf_counter()
@@ -359,8 +352,10 @@ def main() -> None:
     device = torch.device("cpu" if cpu else "cuda")
     if cpu:
         torch.set_num_threads(1)
-        # Layers run as they are; and captures are emulated.
+        # Layers run as they are, and captures are emulated; kernels run in the interpreter.
+        os.environ["TRITON_INTERPRET"] = "1"
         del torch.jit.trace
+        TorchOps.sees_values = property(lambda ops: False, lambda ops, value: None)
         loop_module.make_recorder = lambda device: Emulator()
     result: dict[str, Any] = {
         "machine": "no GPU" if cpu else torch.cuda.get_device_name(),
@@ -421,6 +416,13 @@ def main() -> None:
             for name, value in row.items():
                 row[name] = round(value, 3) if isinstance(value, float) else value
     note("rounds", table)
+    del loop, target, drafter
+    left = SECONDS - (time.perf_counter() - begun)
+    kernels = measure(SMALL if cpu else Sizes(), device, dtype, left)
+    note("kernels", unmeasured(Sizes()) if cpu else kernels)
+    wrong = [row for row in kernels if "failed" in row or not row.get("within", True)]
+    if wrong:
+        raise SystemExit(f"{len(wrong)} kernels are wrong or do not run: {wrong}")
 
 
 if __name__ == "__main__":
