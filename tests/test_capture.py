@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import random
 import typing
 
@@ -30,6 +31,7 @@ from ddtree.runtime.pages import DUMMY_PAGE
 from ddtree.runtime.plan import LEVELS, Buckets, DecodeSpec, Level, PageEdit
 from ddtree.runtime.request import FINISHED, Request
 from ddtree.runtime.runner import Runner
+from ddtree.runtime.sampler import TreeWeights
 from ddtree.runtime.scheduler import Scheduler, SchedulerConfig
 from ddtree.runtime.staging import Ring
 from ddtree.runtime.stats import StageTimer
@@ -424,8 +426,8 @@ def test_what_graphs_read_is_tensors_and_never_none(structure):
 
 
 @functools.cache
-def meta_machine():
-    ops = get_ops("torch", META)
+def meta_machine(kernels, coupled):
+    ops = get_ops(kernels, META)
     config = load_target_config(tiny_target())
     draft = load_draft_config(tiny_drafter(), config)
     target, drafter = dummy_models(config, draft, Llama, ops, META, torch.float32)
@@ -434,15 +436,17 @@ def meta_machine():
         shape = (model.num_layers, model.num_kv_heads, model.head_dim)
         return allocate_pool(*shape, 64, PAGE, torch.float32, META)
 
-    return Machine(target, drafter, ops, pool(config), pool(draft), PAGE, BUDGET)
+    weights = TreeWeights.make(None, BLOCK - 1, META) if coupled else None
+    return Machine(target, drafter, ops, pool(config), pool(draft), PAGE, BUDGET, weights)
 
 
 @torch.inference_mode()
-def meta_round(spec):
+def meta_round(spec, kernels="torch", coupled=True):
     """Run a round on the meta device."""
+    machine = meta_machine(kernels, coupled)
     rows = RowState.allocate(BATCH, WIDTH, TINY["vocab_size"], META)
     slots = torch.zeros(3, dtype=torch.int64, device=META)
-    report = runner_module.decode_step(meta_machine(), rows, slots, WIDTH, spec, StageTimer(False))
+    report = runner_module.decode_step(machine, rows, slots, WIDTH, spec, StageTimer(False))
     assert report.shape == (3, spec.layout.width)
 
 
@@ -450,7 +454,8 @@ def meta_round(spec):
 @pytest.mark.parametrize("mode, nodes", [("off", 1), ("chain", 6), ("tree", 4), ("tree", 80)])
 def test_the_round_runs_on_the_meta_device(mode, nodes, level):
     """A tensor without content: whatever reads a value raises."""
-    meta_round(DecodeSpec(mode, nodes, min(nodes, BLOCK), level))
+    for kernels, coupled in itertools.product(("torch", "triton"), (False, True)):
+        meta_round(DecodeSpec(mode, nodes, min(nodes, BLOCK), level), kernels, coupled)
 
 
 # -- planted faults --------------------------------------------------------------------------------
