@@ -62,8 +62,8 @@ def main() -> None:
     show("kernel", "launches", "MB", "us")
     tokens = 64
     for name, launches, numbers in (
-        ("add, then norm", 4 * LAYERS, 5 * HIDDEN * 2),
-        ("`add_rms_norm`", 2 * LAYERS, 4 * HIDDEN * 2),
+        ("add, then norm", 2 * LAYERS, 5 * HIDDEN),
+        ("`add_rms_norm`", LAYERS, 4 * HIDDEN),
         ("`silu_mul`", LAYERS, 3 * INNER),
         ("torch's silu, then product", 2 * LAYERS, 5 * INNER),
     ):
