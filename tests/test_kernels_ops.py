@@ -8,9 +8,13 @@ import pytest
 import torch
 from kernel_tools import interpreted
 from test_kernels_attention import CAUSAL, Case, make, oracle
+from test_sampler import Target, params, random_logits, random_rows, sampling
 
 from ddtree.kernels import flash, get_ops
 from ddtree.kernels.paged_plan import PagedPlan
+from ddtree.kernels.sampling import Filters
+from ddtree.runtime import sampler
+from ddtree.runtime.sampler import Sampling, choose_nodes, scaled_noise
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -83,6 +87,37 @@ def test_one_launch_does_what_the_torch_set_does_in_several(norm):
         assert not kv[0].any() and kv[1, slots].all() and context[:, slots].all()
     assert torch.equal(found[0][3], x + residual)
     torch.testing.assert_close(found[1], found[0], atol=2e-6, rtol=2e-6)
+
+
+@interpreted
+def test_nodes_choose_alike_with_seeds_and_with_noise():
+    """Every row another mix of parameters, as columns of the device rows; and only the filters."""
+    generator = torch.Generator().manual_seed(21)
+    vocab, batch, nodes = 40, 4, 3
+    logits = random_logits((batch, nodes, vocab), generator, coarse=False)
+    paths = torch.randint(-1, vocab, (batch, nodes, 3), generator=generator)
+    depths, length = (paths >= 0).sum(2), torch.arange(batch) + 8
+    plain = params(temperature=1.5)
+    everything = sampling([plain, *random_rows(batch - 2, vocab, generator), plain], vocab)
+    heat, top_p, min_p = torch.stack(
+        [getattr(everything.filters, name) for name in ("temperature", "top_p", "min_p")], 1
+    ).unbind(1)
+    seeds, top_k = torch.stack((torch.arange(batch) - 3, everything.filters.top_k), 1).unbind(1)
+    filters = Filters(heat, top_k, top_p, min_p)
+    assert not heat.is_contiguous() and not seeds.is_contiguous()
+    noise = scaled_noise(seeds, heat, length, 4, vocab)
+    places = length[:, None] + depths + 1
+    triton = get_ops("triton", CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        # The filters alone take whole rows, three at once; with penalties a row is divided.
+        patch.setattr(sampler, "CHUNK_LOGITS", 400)
+        patch.setattr(sampler, "CPU_BLOCK_LOGITS", 80)
+        for given in (Sampling(filters, everything.adjustments), Sampling(filters)):
+            inputs = (given, depths, places, paths)
+            want = choose_nodes(Target(vocab), get_ops("torch", CPU), logits, noise, *inputs)
+            got = choose_nodes(Target(vocab), triton, logits, None, *inputs, seeds=seeds)
+            assert torch.equal(got, want)
+            assert not torch.equal(got, logits.argmax(-1))
 
 
 def flash_double(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal, **kw):
