@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ddtree.kernels.checks import power_of_two
 from ddtree.kernels.lazy import Arg, constexpr, kernel, tl
 from ddtree.kernels.paged_plan import (
     KINDS,
@@ -12,7 +13,6 @@ from ddtree.kernels.paged_plan import (
     choose_splits,
     choose_tile,
     merge_rows,
-    power_of_two,
     tile_constants,
 )
 

@@ -52,7 +52,7 @@ def outer_stride(name: str, x: Tensor) -> int:
 
 def power_of_two(size: int) -> int:
     """The least power of two that is not below `size`."""
-    return 1 << (size - 1).bit_length()
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def warps(elements: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ddtree.kernels.checks import power_of_two
 from ddtree.kernels.lazy import Arg, constexpr, kernel, tl
-from ddtree.kernels.paged_plan import power_of_two
 
 MOVE_ELEMENTS = 8192
 """Elements of all moved rows that one program holds in registers, between load and store."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ddtree.kernels.checks import power_of_two
 from ddtree.kernels.reference import View
 
 KINDS = {"causal": 0, "full": 1, "tree": 2}
@@ -25,11 +26,6 @@ class Tile:
     keys: int
     warps: int
     stages: int
-
-
-def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
-    return 1 << max(size - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)
