@@ -74,7 +74,7 @@ def acceptance(
         ) as engine:
             prompts = [chat_ids(engine, prompt) for prompt in read_prompts(PROMPTS)[:limit]]
             for temperature in TEMPERATURES:
-                if kind == "rejection" and not temperature:
+                if kind != "coupled tree" and not temperature:
                     continue
 
                 for budget in budgets:
@@ -91,7 +91,7 @@ def acceptance(
     rows = []
     for (temperature, kind, budget), one in sorted(found.items()):
         plain = found.get((temperature, "plain tree", budget))
-        greedy = found.get((0.0, kind, budget))
+        greedy = found.get((0.0, "coupled tree" if budget else "coupled chain", budget))
         total = one.sum(0)
         row: dict[str, Any] = {
             "temperature": temperature,
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--draft", default=str(DRAFT))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 64])
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=7, help="of the cost measurement")
