@@ -66,7 +66,7 @@ def test_unknown_field_is_a_type_error():
 
 BAD = [
     ("max_new_tokens", [-1, 1.5, "3", None, True]),
-    ("temperature", [-0.1, math.nan, math.inf, "0", None, False]),
+    ("temperature", [-0.1, 1001, 1e38, 10**400, math.nan, math.inf, "0", None, False]),
     ("top_k", [-1, 0.5, None, True]),
     ("top_p", [0.0, -0.5, 1.01, math.nan, "1"]),
     ("min_p", [-0.1, 1.1, None]),
@@ -77,7 +77,7 @@ BAD = [
     ("min_new_tokens", [-1, 0.5, 300]),
     ("presence_penalty", [-2.1, 2.1, "1"]),
     ("frequency_penalty", [-2.1, 2.1, math.nan]),
-    ("repetition_penalty", [0.0, -1.0, math.inf]),
+    ("repetition_penalty", [0.0, -1.0, 1e-9, 101, 10**400, math.inf]),
     ("logit_bias", [[1], {"a": 1.0}, {1: "a"}, {-1: 1.0}, {1: math.nan}]),
     ("logprobs", [-1, 21, True, 1.0]),
     ("speculation", ["Tree", "", None, True]),

@@ -78,3 +78,36 @@ def test_drawing_needs_a_tokenizer_that_decodes():
     trace = RoundTrace([1], [-1], [0.0], [0], [2])
     with pytest.raises(ValueError, match=r"^tokenizer:"):
         draw_tree(trace, "x")
+
+
+def test_enormous_counts_disturb_nobody(engine):
+    """What no vocabulary and no output reaches is as good as no limit."""
+    prompt, usual = [5, 9, 22], {"temperature": 1.0, "seed": 1, "ignore_eos": True}
+    (want,) = engine.generate(prompt, SamplingParams(max_new_tokens=12, **usual))
+    stream = engine.stream(prompt, SamplingParams(max_new_tokens=12, **usual))
+    got = list(next(stream).token_ids)
+    huge = SamplingParams(max_new_tokens=5, top_k=2**63, **usual)
+    assert engine.generate(prompt, huge)[0].token_ids == want.token_ids[:5]
+    long = SamplingParams(max_new_tokens=2**63, min_new_tokens=2**63 - 1, temperature=0.0)
+    (output,) = engine.generate(prompt, long)
+    assert len(prompt + output.token_ids) == engine.max_model_len
+    assert got + [token for delta in stream for token in delta.token_ids] == want.token_ids
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-5])
+def test_the_smallest_temperatures_are_greedy(temperature):
+    prompt, params = [5, 9, 22], SamplingParams(max_new_tokens=12, ignore_eos=True)
+    cold = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
+    for verify in ("match", "rejection"):
+        with Engine(tiny_target(), tiny_drafter(), budget=7, verify=verify) as engine:
+            (want,), (got,) = engine.generate(prompt, params), engine.generate(prompt, cold)
+            assert got.token_ids == want.token_ids
+
+
+def test_a_pool_without_room_for_a_draft_names_the_budget():
+    options = {"budget": 64, "max_batch_size": 2, "num_pages": 9, "page_size": 8}
+    with Engine(tiny_target(), tiny_drafter(), max_model_len=64, **options) as engine:
+        with pytest.raises(ValueError, match=r"^num_pages: .*draft.*budget"):
+            engine.generate([5, 9, 22], SamplingParams(max_new_tokens=20))
+        params = SamplingParams(max_new_tokens=20, budget=16)
+        assert len(engine.generate([5, 9, 22], params)[0].token_ids) > 0

@@ -15,22 +15,23 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: at most so many tokens come back; 0 gives none.
-        temperature: 0 is greedy decoding.
+        temperature: 0 is greedy decoding; at most 1000.
         top_k: sample from the k most likely tokens only; 0 from all.
         top_p: sample from the fewest most likely tokens with this share of the probability, taken
             after top_k.
         min_p: leave out tokens less than this times as likely as the most likely one.
         seed: makes sampled output repeatable, whatever runs beside it: the same with every kind of
-            speculation and every budget. None: one is drawn, and reported in the output.
+            speculation and every budget, and for equal prompts. None: one is drawn for each
+            request, and reported in the output.
         stop: text that ends the request, cut from the output unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the request, beside the model's own end-of-sequence ids.
         ignore_eos: do not end at the model's own end-of-sequence ids.
         min_new_tokens: before so many tokens, nothing ends the request: end-of-sequence and stop
-            ids are not chosen, and stop strings not looked for.
+            ids are not chosen, and stop strings not looked for. Ignored end-of-sequence ids may be.
         presence_penalty, frequency_penalty: what the logit of an output token is lowered by, once
             and per occurrence; -2 to 2.
         repetition_penalty: divides positive logits of prompt and output tokens and multiplies
-            negative ones; 1 is none.
+            negative ones; 0.01 to 100, 1 is none.
         logit_bias: token id -> number from -100 to 100 that is added to its logit.
         logprobs: report each emitted token's log-probability, and those of so many most likely
             ones (0 to 20), under the target's distribution before any of the above.
@@ -68,7 +69,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
             "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 0),
-            "temperature": _number("temperature", self.temperature, 0),
+            "temperature": _number("temperature", self.temperature, 0, 1000),
             "top_k": _integer("top_k", self.top_k, 0),
             "top_p": _number("top_p", self.top_p, 0, 1, above=True),
             "min_p": _number("min_p", self.min_p, 0, 1),
@@ -77,9 +78,7 @@ class SamplingParams:
             "min_new_tokens": _integer("min_new_tokens", self.min_new_tokens, 0),
             "presence_penalty": _number("presence_penalty", self.presence_penalty, -2, 2),
             "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2, 2),
-            "repetition_penalty": _number(
-                "repetition_penalty", self.repetition_penalty, 0, above=True
-            ),
+            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, 0.01, 100),
         }
         if self.seed is not None:
             checked["seed"] = _integer("seed", self.seed, -(2**63), 2**63 - 1)
@@ -122,9 +121,13 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
 def _number(
     name: str, value: Any, low: float, high: float | None = None, above: bool = False
 ) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    if isinstance(value, bool) or not math.isfinite(number):
         raise ValueError(f"{name}: expected a finite number, got {value!r}")
-    value = float(value)
+    value = number
     if value < low or (above and value == low) or (high is not None and value > high):
         lower = f"{'>' if above else '>='} {low}"
         upper = "" if high is None else f" and <= {high}"

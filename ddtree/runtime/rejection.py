@@ -34,7 +34,7 @@ class RejectionSampler(RoundSampler):
         """Candidates drawn without replacement, and the weights that fix the tree's shape."""
         assert self.row is not None
         count = 1 if chain else min(self.machine.num_candidates, MAX_RANKS)
-        log_q = (logits / self._divisor()[:, None, None]).log_softmax(-1)
+        log_q = self._tempered(logits).log_softmax(-1)
         self.q = log_q.exp()
         ids = sample_drafts(log_q, self.row.seed, self.row.length, count)
         weights = shape_weights(ids.shape[1], count, ids.device)
@@ -53,15 +53,17 @@ class RejectionSampler(RoundSampler):
             if sampling.adjustments is not None:
                 places, above = positions[batch, nodes] + 1, paths[batch, nodes]
                 process_logits(logits, places[:, None], above[:, None], sampling.adjustments)
-            logits = filter_logits(logits, sampling.filters)[:, 0]
-            sampled = (logits / self._divisor()[:, None]).softmax(-1)
+            logits = filter_logits(logits, sampling.filters)
+            sampled, logits = self._tempered(logits).softmax(-1)[:, 0], logits[:, 0]
             greedy = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
             return torch.where(sampling.filters.temperature[:, None] > 0, sampled, greedy)
 
         ranks = 1 if chain else min(self.machine.num_candidates, MAX_RANKS)
         return walk(tree, law, self.q, self.row.seed, self.row.length, ranks)
 
-    def _divisor(self) -> Tensor:
+    def _tempered(self, logits: Tensor) -> Tensor:
+        """`logits [B, N, V]` over the temperature, the best being 0: nothing overflows."""
         assert self.sampling is not None
-        temperature = self.sampling.filters.temperature
-        return torch.where(temperature > 0, temperature, 1.0)
+        temperature = self.sampling.filters.temperature[:, None, None]
+        shifted = logits - logits.amax(-1, keepdim=True)
+        return shifted / torch.where(temperature > 0, temperature, 1.0)

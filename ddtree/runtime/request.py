@@ -236,6 +236,10 @@ class Request:
         return len(ids)
 
 
+LARGEST_COUNT = 1 << 62
+"""More tokens than anything has: what a device row can hold of a larger number."""
+
+
 def _sampling_row(params: SamplingParams, seed: int | None, prompt_len: int) -> SamplingRow:
     """The device row of a request's parameters; what has no effect is left at its default."""
     parts: dict[str, Any] = {}
@@ -245,7 +249,7 @@ def _sampling_row(params: SamplingParams, seed: int | None, prompt_len: int) -> 
         parts["bias"] = tuple(params.logit_bias.items())
     if params.min_new_tokens:
         level |= Level.MIN_TOKENS
-        parts["min_end"] = prompt_len + params.min_new_tokens
+        parts["min_end"] = min(prompt_len + params.min_new_tokens, LARGEST_COUNT)
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     if penalties != (1.0, 0.0, 0.0):
         level |= Level.PENALTIES
@@ -262,7 +266,7 @@ def _sampling_row(params: SamplingParams, seed: int | None, prompt_len: int) -> 
     ):
         if getattr(params, name) != neutral:
             level |= needed
-            parts[name] = getattr(params, name)
+            parts[name] = min(getattr(params, name), LARGEST_COUNT)
     assert seed is not None
     return SamplingRow(level, seed, params.temperature, **parts)
 

@@ -91,7 +91,8 @@ class Scheduler:
             raise ValueError(
                 f"num_pages: the request may grow to {request.limit} tokens, but the page pool "
                 f"({self.config.num_pages} pages of {self.config.page_size} tokens) holds {room} "
-                "of it; raise num_pages or lower max_new_tokens"
+                f"of it beside the {self.scratch(request)} of a draft; raise num_pages, or lower "
+                "max_new_tokens or budget"
             )
 
     def add(self, request: Request) -> None:

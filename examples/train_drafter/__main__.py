@@ -80,14 +80,18 @@ def parser() -> argparse.ArgumentParser:
                 flag, type=kind, default=item.default, help=HELP.get(item.name, item.name)
             )
 
-    calibrate = command("calibrate", "fit the weights of draft trees to a drafter")
+    calibrate = command(
+        "calibrate", "fit the weights of draft trees to a drafter; writes calibration.json"
+    )
     calibrate.add_argument("--draft", type=Path, help="a drafter folder; default: the run's best")
     calibrate.add_argument("--run", default="default", help="the run that it comes from")
     calibrate.add_argument("--prompts", type=Path, help="a file with one prompt per line")
-    calibrate.add_argument("--compose", type=int, default=96, help="else: prompts of templates")
-    calibrate.add_argument("--max-new-tokens", type=int, default=80)
-    calibrate.add_argument("--batch-size", type=int, default=16)
-    calibrate.add_argument("--seed", type=int, default=4242)
+    calibrate.add_argument(
+        "--compose", type=int, default=96, help="without --prompts: so many of templates"
+    )
+    calibrate.add_argument("--max-new-tokens", type=int, default=80, help="tokens of an answer")
+    calibrate.add_argument("--batch-size", type=int, default=16, help="answers at the same time")
+    calibrate.add_argument("--seed", type=int, default=4242, help="of prompts and answers")
 
     evaluate = command("evaluate", "measure tokens per round with the engine; write the model card")
     evaluate.add_argument("--draft", type=Path, help="a drafter folder; default: the run's best")
