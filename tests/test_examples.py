@@ -197,6 +197,8 @@ def test_ctrl_c_ends_the_quickstart_quietly(demo_target):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # A shell's background jobs, and what they start, ignore the signal otherwise.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stdout:
         if line.startswith("> "):
