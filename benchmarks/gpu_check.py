@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import random
@@ -418,6 +419,9 @@ def main() -> None:
     note("rounds", table)
     del loop, target, drafter
     left = SECONDS - (time.perf_counter() - begun)
+    if cpu and importlib.util.find_spec("triton") is None:
+        note("kernels", "not measured, and not run: triton is not installed")
+        return
     kernels = measure(SMALL if cpu else Sizes(), device, dtype, left)
     note("kernels", unmeasured(Sizes()) if cpu else kernels)
     wrong = [row for row in kernels if "failed" in row or not row.get("within", True)]

@@ -548,7 +548,7 @@ def complaints():
     found = set()
     try:
         meta_round(DecodeSpec("tree", 8, BLOCK))
-    except (RuntimeError, NotImplementedError, TypeError):
+    except (RuntimeError, TypeError):  # a read of a meta tensor is one or the other
         found.add("meta")
     HOST["length"] = 1_000
     eager, captured = make_runner(), make_runner()
