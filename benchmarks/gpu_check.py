@@ -265,18 +265,21 @@ def check_gaps(loop: Loop, vocab: int) -> dict[str, Any]:
 def round_bytes(target: ModelConfig, draft: DraftConfig, budget: int, context: int) -> int:
     """Bytes that a round has to read: all weights that it uses once, and the context's K/V."""
 
+    def kv_shape(config: Any) -> tuple[int, int, int]:
+        return config.num_layers, config.num_kv_heads, config.head_dim
+
     def layers(config: Any) -> int:
         widths = config.num_heads * 2 + config.num_kv_heads * 2
         attention = config.hidden_size * widths * config.head_dim
         return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
 
     head = target.vocab_size * target.hidden_size
-    weights, kv = layers(target) + head, bytes_per_token(target, torch.bfloat16)
+    weights, kv = layers(target) + head, bytes_per_token(kv_shape(target), torch.bfloat16)
     if budget:
         context_kv = 2 * draft.num_layers * draft.num_kv_heads * draft.head_dim
         projections = len(draft.target_layer_ids) * draft.hidden_size + context_kv
         weights += layers(draft) + head + projections * draft.hidden_size
-        kv += bytes_per_token(draft, torch.bfloat16)
+        kv += bytes_per_token(kv_shape(draft), torch.bfloat16)
     return 2 * weights + context * kv
 
 

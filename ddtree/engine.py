@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -12,23 +12,28 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ddtree.config import SamplingParams, load_target_config
+from ddtree.config import SamplingParams
 from ddtree.config.options import (
     Prompt,
     check_options,
     check_prompt,
     check_request,
+    check_timeout,
     split_params,
     split_prompts,
 )
-from ddtree.models.registry import build_drafter, build_target, resolve
+from ddtree.models.loader import fingerprint
+from ddtree.models.registry import build_models, resolve
+from ddtree.parallel import connect, place
+from ddtree.runtime.calls import Calls
 from ddtree.runtime.loop import Loop
 from ddtree.runtime.policy import resolve_budget
 from ddtree.runtime.request import FINISHED, Request, RequestOutput
 from ddtree.runtime.runner import get_ops
 from ddtree.text import Text
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PER_RANK = ("target", "draft", "device", "tokenizer", "revision", "local_files_only")
+"""Options that may differ between ranks: folders and devices are each machine's own."""
 
 
 @dataclass
@@ -69,9 +74,13 @@ class Engine:
         tokenizer: folder, hub id or tokenizer object; default: the target's.
         revision: branch, tag or commit of the target's hub repository.
         local_files_only: take hub files from the local cache only.
+        process_group: ranks that the models are divided among (tensor parallelism); default:
+            torch.distributed's default group or, under torchrun, all ranks; else this process.
+            All ranks construct the engine, make the same calls, and get the outputs.
+        timeout: seconds after which a rank that does not answer during a step is given up.
 
     Raises:
-        ValueError: an option has an impossible value; the message begins with its name.
+        ValueError: an option's value is impossible; the message begins with its name.
     """
 
     def __init__(
@@ -96,49 +105,50 @@ class Engine:
         revision: str | None = None,
         local_files_only: bool = False,
         process_group: Any = None,
+        timeout: float = 60.0,
     ):
-        check_options({k: v for k, v in locals().items() if k != "self"})
-        self._device = _device(device)
-        asked, budget = budget, resolve_budget(budget, self._device.type)
-
-        folder = resolve(target, revision, local_files_only, name="target")
-        self._text = Text.load(folder if tokenizer is None else tokenizer, local_files_only)
-        ops = get_ops(kernels, self._device)
-        config = load_target_config(folder)
-        chosen = _dtype(dtype, self._device, config.torch_dtype)
-        self._target = build_target(folder, ops, self._device, chosen)
-        self._drafter = None
-        if draft is not None:
-            draft_folder = resolve(draft, None, local_files_only, name="draft")
-            safe = torch.bfloat16 if chosen == torch.float16 else chosen
-            self._drafter = build_drafter(draft_folder, config, ops, self._device, safe)
-        if self._drafter is None and asked != "auto" and budget > 0:
-            raise ValueError(f"budget: {budget} tree nodes need a drafter; give draft=... or 0")
-        self._budget = budget if self._drafter is not None else 0
-        limit = config.max_position_embeddings
-        if max_model_len is not None and max_model_len > limit:
-            raise ValueError(f"max_model_len: the target has room for {limit}, got {max_model_len}")
-        self.max_model_len = max_model_len or limit
-        self._loop = Loop.build(
-            self._target,
-            self._drafter,
-            ops,
-            device=self._device,
-            budget=self._budget,
-            max_batch_size=max_batch_size,
-            max_model_len=self.max_model_len,
-            page_size=page_size,
-            num_pages=num_pages,
-            memory_fraction=memory_fraction,
-            prefill_chunk=prefill_chunk,
-            cuda_graphs=cuda_graphs,
-            coupling=coupling,
-            rejection=verify == "rejection",
-            progress=partial(tqdm, desc="capturing", unit="graph"),
-        )
-        self._lock = threading.RLock()
-        self._count = 0
-        self._closed = False
+        options = {k: v for k, v in locals().items() if k not in ("self", "process_group")}
+        check_timeout(timeout)
+        self._parallel = parallel = connect(process_group, place(device).type, timeout)
+        with parallel.guard():
+            check_options(options, parallel.size)
+            self._device = place(device, parallel.size > 1)
+            asked, budget = budget, resolve_budget(budget, self._device.type)
+            folder = resolve(target, revision, local_files_only, name="target")
+            drafts = None if draft is None else resolve(draft, None, local_files_only, name="draft")
+            if parallel.size > 1:
+                prints = {"target": fingerprint(folder), "draft": drafts and fingerprint(drafts)}
+                parallel.agree(prints | {k: v for k, v in options.items() if k not in PER_RANK})
+            self._text = Text.load(folder if tokenizer is None else tokenizer, local_files_only)
+            ops = get_ops(kernels, self._device)
+            models = build_models(folder, drafts, ops, self._device, dtype, parallel)
+            self._target, self._drafter = models
+            if self._drafter is None and asked != "auto" and budget > 0:
+                raise ValueError(f"budget: {budget} tree nodes need a drafter; give draft=... or 0")
+            self._budget = budget if self._drafter is not None else 0
+            limit = self._target.config.max_position_embeddings
+            self.max_model_len = max_model_len or limit
+            if self.max_model_len > limit:
+                raise ValueError(f"max_model_len: the target has {limit}, got {max_model_len}")
+            self._loop = Loop.build(
+                self._target,
+                self._drafter,
+                ops,
+                device=self._device,
+                budget=self._budget,
+                max_batch_size=max_batch_size,
+                max_model_len=self.max_model_len,
+                page_size=page_size,
+                num_pages=num_pages,
+                memory_fraction=memory_fraction,
+                prefill_chunk=prefill_chunk,
+                cuda_graphs=cuda_graphs,
+                coupling=coupling,
+                rejection=verify == "rejection",
+                progress=partial(tqdm, desc="capturing", unit="graph", disable=parallel.rank > 0),
+            )
+            self._calls = Calls(parallel, self._loop)
+        self._lock, self._count, self._closed = threading.RLock(), 0, False
 
     # -- generating -------------------------------------------------------------------------------
 
@@ -156,12 +166,16 @@ class Engine:
             progress: show a progress bar.
 
         Raises:
-            ValueError: a prompt or a parameter cannot be honoured; nothing has run then.
+            ValueError: a prompt or a parameter is impossible; nothing has run then.
         """
         self._check_open()
+        given = (prompts, params)
+        return self._calls.run("generate", given, lambda: self._generate(*given, progress))
+
+    def _generate(self, prompts: Any, params: Any, progress: bool) -> list[RequestOutput]:
         batch, names = split_prompts(prompts)
-        each = split_params(params, len(batch))
-        requests = [self._request(*job) for job in zip(names, batch, each, strict=True)]
+        jobs = zip(names, batch, split_params(params, len(batch)), strict=True)
+        requests = [self._request(*job) for job in jobs]
         try:
             self._submit(requests)
             with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
@@ -185,10 +199,24 @@ class Engine:
             ValueError: as `generate`; at the call, not at the first delta.
         """
         self._check_open()
-        batch, _ = split_prompts(prompt)
-        if len(batch) != 1 or (not isinstance(prompt, str) and list(prompt) == batch):
-            raise ValueError("prompt: expected one string or one flat list of token ids")
-        return self._deltas(self._request("prompt", batch[0], split_params(params, 1)[0]))
+        opened: list[Request] = []  # stays empty on ranks that follow
+
+        def work() -> None:
+            batch, _ = split_prompts(prompt)
+            if len(batch) != 1 or (not isinstance(prompt, str) and list(prompt) == batch):
+                raise ValueError("prompt: expected one string or one flat list of token ids")
+            opened.append(self._request("prompt", batch[0], split_params(params, 1)[0]))
+
+        self._calls.run("stream", (prompt, params), work)
+        return self._stream(opened, self._calls)
+
+    def _stream(self, opened: list[Request], calls: Calls) -> Iterator[Delta]:
+        source = self._deltas(opened)
+        try:
+            while (delta := calls.run("next", None, lambda: next(source, None))) is not None:
+                yield delta
+        finally:
+            source.close()
 
     def chat(
         self,
@@ -228,6 +256,8 @@ class Engine:
             "draft": None if self._drafter is None else "DFlashDraftModel",
             "dtype": str(self._target.dtype).removeprefix("torch."),
             "device": str(self._device),
+            "tensor_parallel_size": self._parallel.size,
+            "rank": self._parallel.rank,
             "budget": self._budget,
             "max_model_len": self.max_model_len,
             **self._loop.describe(),
@@ -239,8 +269,9 @@ class Engine:
         with self._lock:
             if not self._closed:
                 self._loop.reset()
+                self._parallel.close()
                 self._closed = True
-                del self._loop, self._target, self._drafter
+                del self._calls, self._loop, self._target, self._drafter
 
     def __enter__(self) -> Engine:
         return self
@@ -288,19 +319,11 @@ class Engine:
         return sum(request.status != FINISHED for request in requests)
 
     def _step(self, requests: list[Request]) -> None:
-        """One step for everybody, unless another thread's step has just finished `requests`.
-
-        What breaks a step ends all requests, but not the engine.
-        """
+        """One step for everybody, unless another thread's step has just finished `requests`."""
         with self._lock:
             self._check_open()
-            if not self._running(requests):
-                return
-            try:
-                self._loop.step()
-            except BaseException:
-                self._loop.reset()
-                raise
+            if self._running(requests):
+                self._calls.step()
 
     def _cancel(self, requests: list[Request]) -> None:
         with self._lock:
@@ -311,39 +334,17 @@ class Engine:
         with self._lock:
             return request.take()
 
-    def _deltas(self, request: Request) -> Iterator[Delta]:
+    def _deltas(self, opened: list[Request]) -> Generator[Delta]:
+        (request,) = opened
         try:
-            self._submit([request])
+            self._submit(opened)
             while request.status != FINISHED:
                 text, ids = self._take(request)
                 if ids:
                     yield Delta(text, ids)
                 else:
-                    self._step([request])
+                    self._step(opened)
             text, ids = self._take(request)
             yield Delta(text, ids, request.result())
         finally:
-            self._cancel([request])
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device: {error}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f'device: expected "cpu" or "cuda", got {device}')
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: {device} was asked for, but there is no CUDA device here")
-    return device
-
-
-def _dtype(dtype: str | torch.dtype | None, device: torch.device, stored: str) -> torch.dtype:
-    if dtype is None:
-        dtype = "float32" if device.type == "cpu" else stored
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found is None or found not in DTYPES.values():
-        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    return found
+            self._cancel(opened)

@@ -12,8 +12,9 @@ from unittest import mock
 import torch
 from fixtures import TINY_EOS, tiny_drafter, tiny_target
 
-import ddtree.engine
 from ddtree import Engine
+from ddtree.models import registry
+from ddtree.parallel import SINGLE, Parallel
 
 Lookup = Callable[[int, int, int], Sequence[int]]
 """(batch row, position of the anchor, anchor token) -> the tokens that truly follow."""
@@ -128,7 +129,9 @@ def _built_once(build: Callable[..., Any]) -> Callable[..., Any]:
     """Let all engines share a model: its recorded layers are what takes most time to make."""
     built: dict[tuple[str, ...], Any] = {}
 
-    def shared(folder: Path, *args: Any) -> Any:
+    def shared(folder: Path, *args: Any, parallel: Parallel = SINGLE) -> Any:
+        if parallel.size > 1:
+            return build(folder, *args, parallel=parallel)
         key = (str(folder), *(str(a) for a in args if isinstance(a, (torch.device, torch.dtype))))
         if key not in built:
             built[key] = build(folder, *args)
@@ -137,15 +140,13 @@ def _built_once(build: Callable[..., Any]) -> Callable[..., Any]:
     return shared
 
 
-_MODELS = {
-    name: _built_once(getattr(ddtree.engine, name)) for name in ("build_target", "build_drafter")
-}
+_MODELS = {name: _built_once(getattr(registry, name)) for name in ("build_target", "build_drafter")}
 
 
 def tiny_engine(architecture: str = "llama", **options: Any) -> Engine:
     """An engine on TINY with its random drafter; `check_engines` looks after it."""
     options = {"draft": str(tiny_drafter(architecture)), "budget": 16, **options}
-    with mock.patch.multiple(ddtree.engine, **_MODELS):
+    with mock.patch.multiple(registry, **_MODELS):
         engine = Engine(str(tiny_target(architecture)), **options)
     _OPEN.append(engine)
     return engine

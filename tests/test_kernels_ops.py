@@ -15,6 +15,7 @@ from ddtree.kernels.paged_plan import PagedPlan
 from ddtree.kernels.sampling import Filters
 from ddtree.runtime import sampler
 from ddtree.runtime.sampler import Sampling, choose_nodes, scaled_noise
+from ddtree.runtime.vocabulary import Vocabulary
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -114,8 +115,12 @@ def test_nodes_choose_alike_with_seeds_and_with_noise():
         patch.setattr(sampler, "CPU_BLOCK_LOGITS", 80)
         for given in (Sampling(filters, everything.adjustments), Sampling(filters)):
             inputs = (given, depths, places, paths)
-            want = choose_nodes(Target(vocab), get_ops("torch", CPU), logits, noise, *inputs)
-            got = choose_nodes(Target(vocab), triton, logits, None, *inputs, seeds=seeds)
+            want = choose_nodes(
+                Vocabulary(Target(vocab), get_ops("torch", CPU)), logits, noise, *inputs
+            )
+            got = choose_nodes(
+                Vocabulary(Target(vocab), triton), logits, None, *inputs, seeds=seeds
+            )
             assert torch.equal(got, want)
             assert not torch.equal(got, logits.argmax(-1))
 

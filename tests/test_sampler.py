@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from ddtree.kernels.sampling import (
     process_logits,
     rank_candidates,
 )
+from ddtree.parallel import SINGLE, Part
 from ddtree.runtime import sampler
 from ddtree.runtime.sampler import (
     Sampling,
@@ -31,6 +31,7 @@ from ddtree.runtime.sampler import (
     path_tokens,
     scaled_noise,
 )
+from ddtree.runtime.vocabulary import Vocabulary
 from ddtree.tree import build_tree
 from ddtree.tree.noise import gumbel
 
@@ -45,11 +46,17 @@ NEUTRAL = {
 class Target:
     """A target whose hidden states are its logits."""
 
+    parallel = SINGLE
+
     def __init__(self, vocab_size):
-        self.config = SimpleNamespace(vocab_size=vocab_size)
+        self.vocab = Part.of(vocab_size)
 
     def logits(self, hidden):
         return hidden.clone()
+
+
+def known(vocab_size):
+    return Vocabulary(Target(vocab_size), OPS)
 
 
 def params(**changes):
@@ -160,7 +167,7 @@ def test_sampled_tokens_have_the_exact_law(name, monkeypatch):
     noise = scaled_noise(seeds, many.filters.temperature, length, 1, vocab)
     zeros = torch.zeros(samples, 1, dtype=torch.int64)
     hidden = logits.expand(samples, 1, vocab)
-    chosen = choose_nodes(Target(vocab), OPS, hidden, noise, many, zeros, zeros + position)
+    chosen = choose_nodes(known(vocab), hidden, noise, many, zeros, zeros + position)
     counts = torch.bincount(chosen.flatten(), minlength=vocab)
     assert {t for t in range(vocab) if counts[t]} <= set(law)
     chi2 = sum((int(counts[t]) - samples * p) ** 2 / (samples * p) for t, p in law.items())
@@ -210,7 +217,7 @@ def test_everything_together_equals_plain_code(coarse):
         tensors = sampling(rows, vocab)
         seeds = torch.randint(2**40, (6,), generator=generator)
         noise = scaled_noise(seeds, tensors.filters.temperature, length, depth + 1, vocab)
-        chosen = choose_nodes(Target(vocab), OPS, logits, noise, tensors, depths, positions, paths)
+        chosen = choose_nodes(known(vocab), logits, noise, tensors, depths, positions, paths)
         adjusted = process_logits(logits.clone(), positions, paths, tensors.adjustments)
         filtered = filter_logits(adjusted.clone(), tensors.filters)
         plain_noise = gumbel(seeds, length[:, None] + torch.arange(1, depth + 2), 0, vocab)
@@ -406,14 +413,14 @@ def test_a_level_does_not_change_the_tokens_of_lower_rows():
     positions = length[:, None] + depths + 1
     full = sampling(rows, vocab)
     noise = scaled_noise(torch.arange(12), full.filters.temperature, length, 6, vocab)
-    target = Target(vocab)
-    got = choose_nodes(target, OPS, logits, noise, full, depths, positions, paths)[::2]
+    everything = known(vocab)
+    got = choose_nodes(everything, logits, noise, full, depths, positions, paths)[::2]
     low = Sampling(Filters(full.filters.temperature[::2]))
-    alone = choose_nodes(target, OPS, logits[::2], noise[::2], low, depths[::2], positions[::2])
+    alone = choose_nodes(everything, logits[::2], noise[::2], low, depths[::2], positions[::2])
     assert torch.equal(got, alone)
-    greedy = choose(target, OPS, logits[::4])
+    greedy = choose(everything, logits[::4])
     assert torch.equal(got[::2], greedy)
-    assert not torch.equal(got[1::2], choose(target, OPS, logits[2::4]))
+    assert not torch.equal(got[1::2], choose(everything, logits[2::4]))
 
 
 def test_blocks_do_not_change_tokens(monkeypatch):
@@ -428,10 +435,10 @@ def test_blocks_do_not_change_tokens(monkeypatch):
     positions = length[:, None] + depths + 1
 
     def run():
-        target = Target(vocab)
+        everything = known(vocab)
         hidden = logits[..., :vocab]
-        own = path_logprobs(target, hidden, depths, 3)
-        return choose_nodes(target, OPS, hidden, noise, tensors, depths, positions, paths), *own
+        own = path_logprobs(everything, hidden, depths, 3)
+        return choose_nodes(everything, hidden, noise, tensors, depths, positions, paths), *own
 
     expected = run()
     for chunk, block in ((40, 40), (200, 80), (600, 400), (10**6, 290), (10**6, 600)):
@@ -453,7 +460,12 @@ def test_a_perfect_drafter_proposes_what_is_chosen():
     ids, _ = rank_candidates(logits, temperature, 8, noise[:, :depth], ones, ones)
     depths = torch.arange(depth).expand(3, depth)
     chosen = choose_nodes(
-        Target(vocab), OPS, logits, noise, Sampling(Filters(temperature)), depths, depths
+        known(vocab),
+        logits,
+        noise,
+        Sampling(Filters(temperature)),
+        depths,
+        depths,
     )
     assert torch.equal(ids[..., 0], chosen)
     assert not torch.equal(rank_candidates(logits, temperature, 8)[0][..., 0], chosen)
@@ -496,7 +508,7 @@ def test_extreme_temperatures(temperature):
     tensors = sampling([params(temperature=temperature, top_p=0.9, min_p=0.01, top_k=50)], 200)
     zero, rows = torch.zeros(1, dtype=torch.int64), torch.arange(3)[None]
     noise = scaled_noise(zero, tensors.filters.temperature, zero, 3, 200)
-    chosen = choose_nodes(Target(200), OPS, logits, noise, tensors, rows, rows)
+    chosen = choose_nodes(known(200), logits, noise, tensors, rows, rows)
     ones = torch.ones(3)
     ids, weights = rank_candidates(logits, tensors.filters.temperature, 9, noise, ones, ones)
     assert not weights.isnan().any() and (weights[..., 0] > -3).all()
@@ -509,11 +521,11 @@ def test_logprobs_are_those_of_the_raw_distribution():
     logits = random_logits((2, 3, 700), generator, coarse=False)
     chosen = torch.randint(700, (2, 3), generator=generator)
     exact = torch.log_softmax(logits.double(), -1)
-    own, ids, best = path_logprobs(Target(700), logits, chosen, 5)
+    own, ids, best = path_logprobs(known(700), logits, chosen, 5)
     assert torch.allclose(own.double(), exact.gather(2, chosen[..., None])[..., 0], atol=1e-5)
     values, places = exact.topk(5, -1)
     assert torch.equal(ids, places) and torch.allclose(best.double(), values, atol=1e-5)
-    assert path_logprobs(Target(700), logits, chosen, 0)[1].shape == (2, 3, 0)
+    assert path_logprobs(known(700), logits, chosen, 0)[1].shape == (2, 3, 0)
 
 
 def test_counts_follow_the_emitted_tokens():
@@ -569,12 +581,12 @@ def test_runs_on_meta():
     paths, slots = whole[:, :, None].expand(3, 4, 2), whole[:, 0]
     noise = scaled_noise(slots, tensors.filters.temperature, slots, 3, vocab)
     hidden = torch.empty(3, 4, vocab, device="meta")
-    chosen = choose_nodes(Target(vocab), OPS, hidden, noise, tensors, whole, whole, paths)
+    chosen = choose_nodes(known(vocab), hidden, noise, tensors, whole, whole, paths)
     assert chosen.shape == (3, 4)
     ones = torch.ones(3, device="meta")
     for options in ((), (noise, ones, ones)):
         ids, weights = rank_candidates(hidden[:, :3], tensors.filters.temperature, 5, *options)
         assert ids.shape == weights.shape == (3, 3, 5)
-    assert path_logprobs(Target(vocab), hidden, whole, 2)[1].shape == (3, 4, 2)
+    assert path_logprobs(known(vocab), hidden, whole, 2)[1].shape == (3, 4, 2)
     count_tokens(tensors.adjustments.penalties.output_counts, slots, whole, slots)
     assert kernels.filter_threshold(hidden, tensors.filters).shape == (3, 4)

@@ -20,7 +20,17 @@ MAX_BATCH_SIZE = 1024
 Prompt = str | list[int]
 
 
-def check_options(options: dict[str, Any]) -> None:
+def check_timeout(timeout: Any) -> None:
+    """Check the `Engine` option that the ranks' group needs first.
+
+    Raises:
+        ValueError: it is no number of seconds.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"timeout: expected a number of seconds > 0, got {timeout!r}")
+
+
+def check_options(options: dict[str, Any], ranks: int = 1) -> None:
     """Check the `Engine` options that need no look at the models.
 
     Raises:
@@ -54,8 +64,8 @@ def check_options(options: dict[str, Any]) -> None:
             raise ValueError(f"{name}: expected True or False, got {options[name]!r}")
     if options["verify"] not in ("match", "rejection"):
         raise ValueError(f'verify: expected "match" or "rejection", got {options["verify"]!r}')
-    if options["process_group"] is not None:
-        raise ValueError("process_group: tensor parallelism is not supported yet; leave it None")
+    if options["verify"] == "rejection" and ranks > 1:
+        raise ValueError(f'verify: "rejection" runs on one rank only, here are {ranks}')
 
 
 def check_prompt(name: str, ids: Sequence[Any], vocab_size: int, max_model_len: int) -> list[int]:

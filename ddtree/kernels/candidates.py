@@ -40,6 +40,7 @@ def _store_best(keys: Arg, count: Arg, best: Arg) -> None:
 def _part(
     logits: Arg,
     vocab: Arg,
+    first_id: Arg,
     depths: Arg,
     count: Arg,
     temperature: Arg,
@@ -73,9 +74,9 @@ def _part(
         scores = x * tl.load(alpha + row % depths)
         if heat > 0:
             low, high = noise_key(tl.load(seeds + row // depths), tl.load(positions + row))
-            scores += heat * gumbel(noise_bits(ids, low, high))
+            scores += heat * gumbel(noise_bits(ids + first_id, low, high))
     # Places beyond the vocabulary are -inf, and after every token by their ids.
-    _store_best(pack(scores, ids), count, tops + part.to(tl.int64) * count)
+    _store_best(pack(scores, ids + first_id), count, tops + part.to(tl.int64) * count)
 
 
 @kernel
@@ -172,22 +173,63 @@ def rank_candidates(
     Raises:
         ValueError: a tensor has another shape, dtype or layout, or K is out of range.
     """
+    _check(logits, temperature, count, seeds, positions, alpha)
+    if seeds is not None:
+        if scale is None:
+            raise ValueError("seeds: need temperature, positions, alpha and scale beside them")
+        check("scale", scale, (logits.shape[1],), torch.float32)
+    return _candidates_op(logits, temperature, count, seeds, positions, alpha, scale)
+
+
+def local_candidates(
+    logits: Tensor,
+    temperature: Tensor | None,
+    count: int,
+    first_id: int,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    alpha: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ddtree.kernels.shards.local_candidates`, which takes the noise itself.
+
+    The arguments are those of `rank_candidates`, for V tokens from `first_id` on.
+
+    Returns packed choices by score [B, L, k] int64 in any order with k = min(count, V), their
+    logits [B, L, k] float32, and the log-sum-exp [B, L] float32 of the shard's logits: tempered
+    without noise, plain with.
+
+    Raises:
+        ValueError: as `rank_candidates`.
+    """
+    count = min(count, logits.shape[-1])
+    _check(logits, temperature, count, seeds, positions, alpha)
+    best, maxima, sums = _best_op(logits, temperature, count, first_id, seeds, positions, alpha)
+    shape = (*logits.shape[:2], count)
+    packed = best.view(shape)
+    values = logits.gather(2, 0xFFFFFFFF - (packed & 0xFFFFFFFF) - first_id).float()
+    return packed, values, (sums.log() + maxima).logsumexp(1).view(shape[:2])
+
+
+def _check(
+    logits: Tensor,
+    temperature: Tensor | None,
+    count: int,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+    alpha: Tensor | None,
+) -> None:
     check_logits(logits)
     batch, depths, vocab = logits.shape
     if not 1 <= count <= min(MAX_COUNT, vocab):
         raise ValueError(f"count: expected 1 to {min(MAX_COUNT, vocab)}, got {count}")
     if temperature is not None:
         check("temperature", temperature, (batch,), torch.float32)
-    if seeds is None:
-        positions = alpha = scale = None
-    else:
-        if temperature is None or positions is None or alpha is None or scale is None:
+    if seeds is not None:
+        if temperature is None or positions is None or alpha is None:
             raise ValueError("seeds: need temperature, positions, alpha and scale beside them")
         check("seeds", seeds, (batch,), torch.int64)
         check("positions", positions, (batch, depths), torch.int64)
         check("alpha", alpha, (depths,), torch.float32)
-        check("scale", scale, (depths,), torch.float32)
-    return _candidates_op(logits, temperature, count, seeds, positions, alpha, scale)
 
 
 @torch.library.custom_op("ddtree::rank_candidates", mutates_args=())
@@ -200,44 +242,14 @@ def _candidates_op(
     alpha: Tensor | None,
     scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    best, maxima, sums = _best_op(logits, temperature, count, 0, seeds, positions, alpha)
     batch, depths, vocab = logits.shape
-    rows = batch * depths
-    block = max(16, power_of_two(count), min(2048, power_of_two(vocab)))
-    parts = -(-vocab // block)
-    tops = logits.new_empty(rows, parts, count, dtype=torch.int64)
-    maxima, sums = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
-    ids = tops.new_empty(batch, depths, count)
+    rows, parts = maxima.shape
+    ids = best.new_empty(batch, depths, count)
     weights = torch.empty_like(ids, dtype=torch.float32)
     heat = maxima if temperature is None else temperature
     coupled = seeds is not None
     modes = {"TEMPERED": temperature is not None and not coupled, "COUPLED": coupled}
-    _part[(rows, parts)](
-        logits,
-        vocab,
-        depths,
-        count,
-        heat,
-        COLDEST,
-        tops if seeds is None else seeds,
-        tops if positions is None else positions,
-        heat if alpha is None else alpha,
-        tops,
-        maxima,
-        sums,
-        **modes,
-        BLOCK=block,
-        num_warps=warps(block),
-    )
-    best = tops
-    while best.shape[1] > 1:
-        group = min(best.shape[1], MERGED // count)
-        merged = tops.new_empty(rows, -(-best.shape[1] // group), count)
-        entries, group = best.shape[1] * count, group * count
-        size = power_of_two(group)
-        _merge[(rows, merged.shape[1])](
-            best, entries, group, count, merged, GROUP=size, num_warps=min(8, warps(size))
-        )
-        best = merged
     _rank[(rows,)](
         logits,
         vocab,
@@ -273,3 +285,73 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     ids = logits.new_empty(*logits.shape[:2], count, dtype=torch.int64)
     return ids, torch.empty_like(ids, dtype=torch.float32)
+
+
+@torch.library.custom_op("ddtree::best_candidates", mutates_args=())
+def _best_op(
+    logits: Tensor,
+    temperature: Tensor | None,
+    count: int,
+    first_id: int,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+    alpha: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best of every row, packed `[B * L, K]`, and maxima and sums `[B * L, parts]`."""
+    batch, depths, vocab = logits.shape
+    rows, block = batch * depths, _block(count, vocab)
+    parts = -(-vocab // block)
+    best = logits.new_empty(rows, parts, count, dtype=torch.int64)
+    maxima, sums = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
+    heat = maxima if temperature is None else temperature
+    coupled = seeds is not None
+    _part[(rows, parts)](
+        logits,
+        vocab,
+        first_id,
+        depths,
+        count,
+        heat,
+        COLDEST,
+        best if seeds is None else seeds,
+        best if positions is None else positions,
+        heat if alpha is None else alpha,
+        best,
+        maxima,
+        sums,
+        TEMPERED=temperature is not None and not coupled,
+        COUPLED=coupled,
+        BLOCK=block,
+        num_warps=warps(block),
+    )
+    while best.shape[1] > 1:
+        group = min(best.shape[1], MERGED // count)
+        merged = best.new_empty(rows, -(-best.shape[1] // group), count)
+        entries, group = best.shape[1] * count, group * count
+        size = power_of_two(group)
+        _merge[(rows, merged.shape[1])](
+            best, entries, group, count, merged, GROUP=size, num_warps=min(8, warps(size))
+        )
+        best = merged
+    return best.view(rows, count), maxima, sums
+
+
+@_best_op.register_fake
+def _(
+    logits: Tensor,
+    temperature: Tensor | None,
+    count: int,
+    first_id: int,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+    alpha: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, depths, vocab = logits.shape
+    rows, parts = batch * depths, -(-vocab // _block(count, vocab))
+    best = logits.new_empty(rows, count, dtype=torch.int64)
+    maxima, sums = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
+    return best, maxima, sums
+
+
+def _block(count: int, vocab: int) -> int:
+    return max(16, power_of_two(count), min(2048, power_of_two(vocab)))

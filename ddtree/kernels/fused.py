@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddtree.kernels import flash
 from ddtree.kernels.attention import paged_attention
-from ddtree.kernels.candidates import MAX_COUNT, rank_candidates
+from ddtree.kernels.candidates import MAX_COUNT, local_candidates, rank_candidates
 from ddtree.kernels.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ddtree.kernels.kv_cache import move_kv, rotate_and_write, write_kv
 from ddtree.kernels.node_choice import choose_tokens
@@ -211,8 +211,49 @@ class TritonOps(TorchOps):
         positions: Tensor | None = None,
     ) -> Tensor:
         """Tokens of `logits [B, N, V]` after filters and noise, [B, N] int64."""
+        return choose_tokens(logits, *_packed(filters, seeds), positions)[0]
+
+    # -- vocabulary in shards -----------------------------------------------------------------
+
+    def local_choice(
+        self,
+        logits: Tensor,
+        first_id: int,
+        filters: Filters | None = None,
+        seeds: Tensor | None = None,
+        positions: Tensor | None = None,
+        thresholds: Tensor | None = None,
+    ) -> Tensor:
+        """As `choose_tokens`, of a shard from token `first_id` on, packed: see `kernels.shards`.
+
+        thresholds: [B, N] float32, of the whole vocabulary; needed with filters.
+        """
+        rows = logits if logits.dim() == 3 else logits.reshape(1, -1, logits.shape[-1])
+        parameters = _packed(filters, seeds)
+        chosen = choose_tokens(rows, *parameters, positions, first_id, thresholds)[1]
+        return chosen.view(logits.shape[:-1])
+
+    def local_candidates(
+        self,
+        logits: Tensor,
+        temperature: Tensor | None,
+        count: int,
+        first_id: int,
+        seeds: Tensor | None = None,
+        positions: Tensor | None = None,
+        alpha: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`kernels.shards.local_candidates`, with the noise of `seeds` at `positions`."""
+        if min(count, logits.shape[-1]) > MAX_COUNT:
+            return super().local_candidates(logits, temperature, count, first_id)
         seeds = None if seeds is None else seeds.contiguous()
-        if filters is not None:
-            given = {name: value for name, value in vars(filters).items() if value is not None}
-            filters = replace(filters, **{name: x.contiguous() for name, x in given.items()})
-        return choose_tokens(logits, filters, seeds, positions)[0]
+        heat = None if temperature is None else temperature.contiguous()
+        return local_candidates(logits, heat, count, first_id, seeds, positions, alpha)
+
+
+def _packed(filters: Filters | None, seeds: Tensor | None) -> tuple[Filters | None, Tensor | None]:
+    """Columns of the device rows, packed for kernels that take them so."""
+    if filters is not None:
+        given = {name: value for name, value in vars(filters).items() if value is not None}
+        filters = replace(filters, **{name: x.contiguous() for name, x in given.items()})
+    return filters, None if seeds is None else seeds.contiguous()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree.kernels.packed_linear import PackedLinear, pack, packed_library
+from ddtree.kernels.shards import local_candidates, pack_choices
 
 View = tuple[str, int]
 """How a layer looks at its own block: (``"causal" | "full" | "tree"``, sliding window or 0)."""
@@ -296,6 +297,17 @@ class TorchOps:
     def argmax(self, logits: Tensor) -> Tensor:
         """Most likely token per row of `logits [..., V]` -> `[...]` int64, lowest id on a tie."""
         return logits.argmax(dim=-1)
+
+    def local_choice(self, logits: Tensor, first_id: int) -> Tensor:
+        """As `argmax`, of a shard from token `first_id` on, packed: see `kernels.shards`."""
+        ids = self.argmax(logits)
+        return pack_choices(logits.gather(-1, ids[..., None])[..., 0], ids + first_id)
+
+    def local_candidates(
+        self, logits: Tensor, temperature: Tensor | None, count: int, first_id: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`kernels.shards.local_candidates` without noise."""
+        return local_candidates(logits, temperature, count, first_id)
 
 
 def _window(block_table: Tensor, keys: int, page_size: int) -> tuple[int, int] | None:

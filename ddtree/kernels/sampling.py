@@ -242,6 +242,13 @@ def count_tokens(
     counts.view(-1).scatter_add_(0, places.view(-1), inside.view(-1).to(counts.dtype))
 
 
+def note_prompt(seen: Tensor, slot: Tensor, tokens: Tensor, first_id: int = 0) -> None:
+    """Mark a prompt's `tokens [1, n]` int64 in row `slot [1]` of `seen [R, V]` bool, in place."""
+    places, inside = _local(tokens[0], first_id, seen.shape[1])
+    found = torch.zeros_like(seen[0], dtype=torch.int32).scatter_add_(0, places, inside.int())
+    seen.index_copy_(0, slot, seen.index_select(0, slot) | (found > 0))
+
+
 def _add_sparse(logits: Tensor, positions: Tensor, a: Adjustments, first_id: int) -> None:
     """Add the bias, and -inf to stop ids that come too early.
 

@@ -13,6 +13,7 @@ from ddtree.kernels.reference import TorchOps, View
 from ddtree.models.layers import ROPE_MARGIN, DecoderLayer, Linear, RMSNorm, Rope
 from ddtree.models.loader import Checkpoint
 from ddtree.models.traced import TracedLayers
+from ddtree.parallel import SINGLE, Parallel
 from ddtree.state import StepState
 
 
@@ -26,6 +27,10 @@ class DFlash(nn.Module):
     Args:
         num_positions: positions that the RoPE tables cover; by default the drafter's own maximum
             plus a margin. It must cover the target's context.
+        parallel: the ranks that the model is divided among.
+
+    Raises:
+        ValueError: so many ranks cannot divide it.
     """
 
     def __init__(
@@ -35,14 +40,21 @@ class DFlash(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         num_positions: int | None = None,
+        parallel: Parallel = SINGLE,
     ):
         super().__init__()
         self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
-        hidden, width = config.hidden_size, config.num_kv_heads * config.head_dim
-        self.fc = Linear(ops, len(config.target_layer_ids) * hidden, {"fc": hidden})
+        inner = {"intermediate_size": config.intermediate_size}
+        parallel.check_shapes("draft", config.num_heads, config.num_kv_heads, **inner)
+        hidden = config.hidden_size
+        width = parallel.kv_part(config.num_kv_heads, config.head_dim)
+        # Every rank has all features and takes its columns of them: nothing is gathered.
+        self._columns = parallel.part(len(config.target_layer_ids) * hidden)
+        self.fc = Linear(ops, self._columns, {"fc": hidden}, parallel=parallel)
         self.hidden_norm = RMSNorm(ops, hidden, config.rms_norm_eps)
-        self.layers = [DecoderLayer(config, ops) for _ in range(config.num_layers)]
-        self.traced = TracedLayers(self.layers, config, ops)
+        self.layers = [DecoderLayer(config, ops, parallel) for _ in range(config.num_layers)]
+        self.kv_shape = (config.num_layers, self.layers[0].attention.kv_heads, config.head_dim)
+        self.traced = TracedLayers(self.layers, config, ops, parallel)
         self.norm = RMSNorm(ops, hidden, config.rms_norm_eps)
         # The k and v weights of all layers once more, stacked: context rows need no queries, and
         # one matmul instead of two per layer is worth the copy.
@@ -108,7 +120,8 @@ class DFlash(nn.Module):
             slots: [B, T] int64 slots to write.
             kv: [layers, slots, 2, Hkv, D].
         """
-        hidden = self.hidden_norm(self.fc(features.to(self.dtype)))
+        mine = features if self._columns.whole else features[..., self._columns.slice]
+        hidden = self.hidden_norm(self.fc(mine.to(self.dtype)))
         rows = rearrange(
             self.context_kv(hidden),
             "b t (layer two h d) -> layer b t two h d",

@@ -13,6 +13,7 @@ from ddtree.kernels.reference import TorchOps
 from ddtree.models.dflash import DFlash
 from ddtree.models.layers import ROPE_MARGIN
 from ddtree.models.llama import Llama
+from ddtree.parallel import SINGLE, Parallel, Part
 
 SPREAD = 0.02
 """Standard deviation of the weights; norms are 1."""
@@ -32,27 +33,31 @@ class DummyCheckpoint:
     def __contains__(self, name: str) -> bool:
         return True
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shape: tuple[int | Part, ...]) -> Tensor:
         """A tensor of `shape`: ones for norms (one dimension), else normal."""
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        sizes = [Part.of(part).size for part in shape]
+        out = torch.empty(sizes, dtype=self.dtype, device=self.device)
         return out.fill_(1.0) if len(shape) == 1 else out.normal_(0.0, SPREAD)
 
-    def tied(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, Any]:
+    def tied(self, name: str, shape: tuple[int | Part, int]) -> tuple[Tensor, Any]:
         """A tensor as a lookup table, and packed."""
         table = self.read(name, shape)
         return table, self.ops.pack_linear(table)
 
-    def stack(self, rows: Mapping[str, int]) -> Tensor:
+    def stack(self, rows: Mapping[str, int | Part]) -> Tensor:
         """Biases `[sum of rows]` of zeros."""
-        return torch.zeros(sum(rows.values()), dtype=self.dtype, device=self.device)
+        return torch.zeros(_count(rows), dtype=self.dtype, device=self.device)
 
-    def pack(self, rows: Mapping[str, int], in_features: int) -> Any:
+    def pack(self, rows: Mapping[str, int | Part], in_features: int | Part) -> Any:
         """A packed weight `[sum of rows, in_features]`."""
-        name = next(iter(rows))
-        return self.ops.pack_linear(self.read(name, (sum(rows.values()), in_features)))
+        return self.ops.pack_linear(self.read(next(iter(rows)), (_count(rows), in_features)))
 
-    def ignore(self, name: str, shape: tuple[int, ...] | None = None) -> None:
+    def ignore(self, name: str, shape: tuple[int | Part, ...] | None = None) -> None:
         """Nothing to account for."""
+
+
+def _count(rows: Mapping[str, int | Part]) -> int:
+    return sum(Part.of(part).size for part in rows.values())
 
 
 def dummy_models(
@@ -62,14 +67,15 @@ def dummy_models(
     ops: TorchOps,
     device: torch.device,
     dtype: torch.dtype,
+    parallel: Parallel = SINGLE,
 ) -> tuple[Llama, DFlash | None]:
     """Build a target of class `kind` and its drafter with random weights."""
     checkpoint: Any = DummyCheckpoint(ops, device, dtype)
-    built = kind(target, ops, device, dtype)
+    built = kind(target, ops, device, dtype, parallel=parallel)
     built.load(checkpoint)
     if draft is None:
         return built.eval(), None
     positions = target.max_position_embeddings + ROPE_MARGIN
-    drafter = DFlash(draft, ops, device, dtype, positions)
+    drafter = DFlash(draft, ops, device, dtype, positions, parallel)
     drafter.load(checkpoint)
     return built.eval(), drafter.eval()

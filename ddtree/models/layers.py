@@ -6,6 +6,7 @@ They are plain callables: the call machinery of `nn.Module` costs a small model 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ddtree.config import LayerConfig, RopeConfig
 from ddtree.kernels.reference import TorchOps, View
 from ddtree.models.loader import Checkpoint
+from ddtree.parallel import SINGLE, Parallel, Part
 from ddtree.state import StepState
 
 ROPE_MARGIN = 1024
@@ -24,14 +26,26 @@ class Linear:
     """One matmul over one or several checkpoint weights, stacked by output rows and packed.
 
     Args:
-        parts: checkpoint name (without ``.weight``) -> output rows of each weight.
+        in_features: columns of the weights; where each rank has a part of them, the ranks' results
+            are added up: one all-reduce.
+        parts: checkpoint name (without ``.weight``) -> output rows of each weight, or this rank's
+            part of them.
     """
 
-    def __init__(self, ops: TorchOps, in_features: int, parts: dict[str, int], bias: bool = False):
+    def __init__(
+        self,
+        ops: TorchOps,
+        in_features: int | Part,
+        parts: Mapping[str, int | Part],
+        bias: bool = False,
+        parallel: Parallel = SINGLE,
+    ):
         self.ops = ops
-        self.in_features = in_features
+        self.in_features = Part.of(in_features)
         self.parts = parts
-        self.has_bias = bias
+        # A bias is added once, by the first of the ranks that share a sum.
+        self.has_bias = bias and self.in_features.start == 0
+        self._reduce = None if self.in_features.whole else parallel.all_sum
         self.weight: Any = None
         self.bias: Tensor | None = None
 
@@ -46,7 +60,8 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """`x [..., I]` -> `[..., O]`, O being the sum of the parts' rows."""
         y = self.ops.linear(x, self.weight)
-        return y if self.bias is None else y + self.bias
+        y = y if self.bias is None else y + self.bias
+        return y if self._reduce is None else self._reduce(y)
 
 
 class RMSNorm:
@@ -148,18 +163,20 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
 
 
 class Attention:
-    """Grouped-query attention over the paged KV cache."""
+    """Grouped-query attention over the paged KV cache, of this rank's heads."""
 
-    def __init__(self, config: LayerConfig, ops: TorchOps):
+    def __init__(self, config: LayerConfig, ops: TorchOps, parallel: Parallel = SINGLE):
         self.ops = ops
-        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         self.eps = config.rms_norm_eps
-        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        width = parallel.part(config.num_heads * self.head_dim, self.head_dim)
+        kv_width = parallel.kv_part(config.num_kv_heads, self.head_dim)
+        self.heads, self.kv_heads = (part.size // self.head_dim for part in (width, kv_width))
+        hidden, bias = config.hidden_size, config.attention_bias
         qkv = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
-        self.qkv = Linear(ops, config.hidden_size, qkv, config.attention_bias)
-        self.output = Linear(ops, width, {"o_proj": config.hidden_size}, config.attention_bias)
+        self.qkv = Linear(ops, hidden, qkv, bias)
+        self.output = Linear(ops, width, {"o_proj": hidden}, bias, parallel)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = RMSNorm(ops, self.head_dim, config.rms_norm_eps)
@@ -189,14 +206,14 @@ class Attention:
 
 
 class MLP:
-    """SwiGLU feed-forward."""
+    """SwiGLU feed-forward, of this rank's part of the inner width."""
 
-    def __init__(self, config: LayerConfig, ops: TorchOps):
+    def __init__(self, config: LayerConfig, ops: TorchOps, parallel: Parallel = SINGLE):
         self.ops = ops
-        inner = config.intermediate_size
+        inner, hidden = parallel.part(config.intermediate_size), config.hidden_size
         gate_up = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up = Linear(ops, config.hidden_size, gate_up, config.mlp_bias)
-        self.down = Linear(ops, inner, {"down_proj": config.hidden_size}, config.mlp_bias)
+        self.gate_up = Linear(ops, hidden, gate_up, config.mlp_bias)
+        self.down = Linear(ops, inner, {"down_proj": hidden}, config.mlp_bias, parallel)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         """Read the weights under `prefix`."""
@@ -211,11 +228,11 @@ class MLP:
 class DecoderLayer:
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: LayerConfig, ops: TorchOps):
+    def __init__(self, config: LayerConfig, ops: TorchOps, parallel: Parallel = SINGLE):
         self.attention_norm = RMSNorm(ops, config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, ops)
+        self.attention = Attention(config, ops, parallel)
         self.mlp_norm = RMSNorm(ops, config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, ops)
+        self.mlp = MLP(config, ops, parallel)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         """Read the weights under `prefix`."""

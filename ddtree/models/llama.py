@@ -12,6 +12,7 @@ from ddtree.kernels.reference import TorchOps, View
 from ddtree.models.layers import ROPE_MARGIN, DecoderLayer, Linear, RMSNorm, Rope
 from ddtree.models.loader import Checkpoint
 from ddtree.models.traced import TracedLayers
+from ddtree.parallel import SINGLE, Parallel
 from ddtree.state import StepState
 
 
@@ -21,6 +22,14 @@ class Llama(nn.Module):
     Args:
         num_positions: positions that the RoPE tables cover; by default the model's own maximum
             plus a margin for drafts.
+        parallel: the ranks that the model is divided among.
+
+    Attributes:
+        vocab: this rank's part of the vocabulary, of embedding and head.
+        kv_shape: layers, this rank's key/value heads, and head size of the KV pool.
+
+    Raises:
+        ValueError: so many ranks cannot divide it.
     """
 
     def __init__(
@@ -30,13 +39,19 @@ class Llama(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         num_positions: int | None = None,
+        parallel: Parallel = SINGLE,
     ):
         super().__init__()
         self.config, self.ops, self.device, self.dtype = config, ops, device, dtype
+        self.parallel = parallel
+        widths = {"intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size}
+        parallel.check_shapes("target", config.num_heads, config.num_kv_heads, **widths)
+        self.vocab = parallel.part(config.vocab_size)
         self.embedding: Any = None
-        self.head = Linear(ops, config.hidden_size, {"lm_head": config.vocab_size})
-        self.layers = [DecoderLayer(config, ops) for _ in range(config.num_layers)]
-        self.traced = TracedLayers(self.layers, config, ops)
+        self.head = Linear(ops, config.hidden_size, {"lm_head": self.vocab})
+        self.layers = [DecoderLayer(config, ops, parallel) for _ in range(config.num_layers)]
+        self.kv_shape = (config.num_layers, self.layers[0].attention.kv_heads, config.head_dim)
+        self.traced = TracedLayers(self.layers, config, ops, parallel)
         self.norm = RMSNorm(ops, config.hidden_size, config.rms_norm_eps)
         num_positions = num_positions or config.max_position_embeddings + ROPE_MARGIN
         self.rope = Rope(config.rope, config.head_dim, num_positions, device)
@@ -48,7 +63,7 @@ class Llama(nn.Module):
             ValueError: a tensor is missing or has another shape.
         """
         # The largest weights first: their packing needs the most room beside them.
-        shape = (self.config.vocab_size, self.config.hidden_size)
+        shape = (self.vocab, self.config.hidden_size)
         if self.config.tie_word_embeddings:
             self.embedding, self.head.weight = checkpoint.tied("model.embed_tokens.weight", shape)
             checkpoint.ignore("lm_head.weight", shape)
@@ -70,8 +85,13 @@ class Llama(nn.Module):
         return ((kind, 0),)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """`tokens [B, T]` -> embeddings `[B, T, H]`."""
-        return nn.functional.embedding(tokens, self.embedding).to(self.dtype)
+        """`tokens [B, T]` -> embeddings `[B, T, H]`; every rank looks up its own tokens."""
+        if self.vocab.whole:
+            return nn.functional.embedding(tokens, self.embedding).to(self.dtype)
+        local = tokens - self.vocab.start
+        inside = (local >= 0) & (local < self.vocab.size)
+        found = nn.functional.embedding(torch.where(inside, local, 0), self.embedding)
+        return self.parallel.all_sum(torch.where(inside[..., None], found, 0.0).to(self.dtype))
 
     def forward(
         self, tokens: Tensor, state: StepState, kv: Tensor, taps: tuple[int, ...] = ()
@@ -97,5 +117,8 @@ class Llama(nn.Module):
         return self.norm(x), features
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final hidden states `[..., H]`, of the target or its drafter -> float32 `[..., V]`."""
+        """Final hidden states `[..., H]`, of the target or its drafter -> float32 `[..., V]`.
+
+        With several ranks V is `vocab.size`.
+        """
         return self.head(hidden.to(self.dtype)).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ddtree.kernels.reference import TorchOps
+from ddtree.parallel import Part
 
 ALLOWED_FILES = (
     "*.json",
@@ -33,6 +35,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOATS = {"F64", "F32", "F16", "BF16"}
+PROBES, PROBE_BYTES = 64, 4096
 SCRATCH_BYTES = 32 * 2**20
 """Weights below this size that are to be packed are read into one buffer: see `Checkpoint.pack`."""
 
@@ -77,6 +80,25 @@ def resolve(
             f"{name}: {hub_id!r} is not a folder, and not found {where}: {error}"
         ) from error
     return Path(fetched)
+
+
+def fingerprint(folder: Path) -> str:
+    """A few characters that tell checkpoints apart, without reading all of their weights.
+
+    They depend on config.json, on names, sizes and headers of the safetensors files, and on
+    `PROBES` pieces spread over each of them.
+    """
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for probe in range(PROBES):
+                file.seek(size * probe // PROBES)
+                digest.update(file.read(PROBE_BYTES))
+    return f"checkpoint {digest.hexdigest()[:12]}"
 
 
 class Checkpoint:
@@ -145,17 +167,19 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return tensor `name`, which must have `shape`.
+    def read(self, name: str, shape: tuple[int | Part, ...]) -> Tensor:
+        """Return tensor `name`, which must have `shape`; of a `Part`, only that part.
 
         Raises:
             ValueError: the tensor is missing, has another shape, or is not floating point.
         """
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._fill(out, name)
+        parts = tuple(map(Part.of, shape))
+        sizes = [part.size for part in parts]
+        out = torch.empty(sizes, dtype=self.dtype, device=self.device)
+        self._fill(out, name, parts)
         return out
 
-    def tied(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, Any]:
+    def tied(self, name: str, shape: tuple[int | Part, int]) -> tuple[Tensor, Any]:
         """Return tensor `name` twice: as a table to look rows up in, and packed for `ops.linear`.
 
         Where packing copies, the table stays in the file, mapped, in the file's dtype: a second
@@ -168,26 +192,28 @@ class Checkpoint:
         packed = self.pack({name: shape[0]}, shape[1])
         path, stored = self._files[name]
         with safe_open(path, framework="pt") as file:
-            return file.get_tensor(stored), packed
+            return file.get_tensor(stored)[Part.of(shape[0]).slice], packed
 
-    def stack(self, rows: Mapping[str, int]) -> Tensor:
+    def stack(self, rows: Mapping[str, int | Part]) -> Tensor:
         """Read several tensors, name -> rows, one below the other.
 
         Returns:
             [sum of rows].
         """
-        out = torch.empty(sum(rows.values()), dtype=self.dtype, device=self.device)
-        self._fill_parts(out, rows)
+        count = sum(Part.of(part).size for part in rows.values())
+        out = torch.empty(count, dtype=self.dtype, device=self.device)
+        self._fill_parts(out, rows, ())
         return out
 
-    def pack(self, rows: Mapping[str, int], in_features: int) -> Any:
+    def pack(self, rows: Mapping[str, int | Part], in_features: int | Part) -> Any:
         """Read several weights `[rows, in_features]`, stack them, and pack them for `ops.linear`.
 
         Where packing copies, the unpacked weights go through one buffer: memory taken and freed
         between the packed ones would stay with the process as holes, a third of the weights with
         glibc. (Larger blocks than the buffer are given back to the system.)
         """
-        shape = (sum(rows.values()), in_features)
+        columns = Part.of(in_features)
+        shape = (sum(Part.of(part).size for part in rows.values()), columns.size)
         size = shape[0] * shape[1]
         if self._packing_copies and size * self.dtype.itemsize < SCRATCH_BYTES:
             if size > len(self._scratch):
@@ -195,25 +221,29 @@ class Checkpoint:
             out = self._scratch[:size].view(shape)
         else:
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._fill_parts(out, rows)
+        self._fill_parts(out, rows, (columns,))
         return self.ops.pack_linear(out)
 
-    def ignore(self, name: str, shape: tuple[int, ...] | None = None) -> None:
+    def ignore(self, name: str, shape: tuple[int | Part, ...] | None = None) -> None:
         """Count tensor `name` as read if it is there; `shape` is checked where given."""
         if name in self._files:
             if shape is not None:
-                self._check(name, shape)
+                self._check(name, tuple(Part.of(part).total for part in shape))
             self._mark(name)
 
-    def _fill_parts(self, out: Tensor, rows: Mapping[str, int]) -> None:
-        for part, name in zip(out.split(list(rows.values())), rows, strict=True):
-            self._fill(part, name)
+    def _fill_parts(
+        self, out: Tensor, rows: Mapping[str, int | Part], columns: tuple[Part, ...]
+    ) -> None:
+        parts = [Part.of(part) for part in rows.values()]
+        places = out.split([part.size for part in parts])
+        for place, name, part in zip(places, rows, parts, strict=True):
+            self._fill(place, name, (part, *columns))
 
-    def _fill(self, out: Tensor, name: str) -> None:
-        self._check(name, tuple(out.shape))
+    def _fill(self, out: Tensor, name: str, parts: tuple[Part, ...]) -> None:
+        self._check(name, tuple(part.total for part in parts))
         path, stored = self._files[name]
         with safe_open(path, framework="pt") as file:
-            out.copy_(file.get_slice(stored)[:])
+            out.copy_(file.get_slice(stored)[tuple(part.slice for part in parts)])
         self._mark(name)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:

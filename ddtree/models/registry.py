@@ -13,11 +13,14 @@ from ddtree.models.layers import ROPE_MARGIN
 from ddtree.models.llama import Llama
 from ddtree.models.loader import Checkpoint, resolve
 from ddtree.models.qwen3 import Qwen3
+from ddtree.parallel import SINGLE, Parallel
 
-__all__ = ["DRAFTERS", "TARGETS", "build_drafter", "build_target", "resolve"]
+__all__ = ["DRAFTERS", "TARGETS", "build_drafter", "build_models", "build_target", "resolve"]
 
 TARGETS: dict[str, type[Llama]] = {"LlamaForCausalLM": Llama, "Qwen3ForCausalLM": Qwen3}
 DRAFTERS: dict[str, type[DFlash]] = {"DFlashDraftModel": DFlash}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_target(
@@ -27,6 +30,7 @@ def build_target(
     dtype: torch.dtype,
     num_positions: int | None = None,
     progress: bool | None = None,
+    parallel: Parallel = SINGLE,
 ) -> Llama:
     """Build the target in `folder` and load its weights.
 
@@ -34,13 +38,14 @@ def build_target(
         num_positions: positions that the RoPE tables cover; by default the model's own maximum
             plus a margin for drafts.
         progress: show a progress bar; None shows it for big checkpoints only.
+        parallel: the ranks that the model is divided among.
 
     Raises:
         ValueError: the architecture or an option of it is not supported, or the checkpoint is not
             complete; the message names what is wrong.
     """
     config = load_target_config(folder)
-    model = TARGETS[config.architecture](config, ops, device, dtype, num_positions)
+    model = TARGETS[config.architecture](config, ops, device, dtype, num_positions, parallel)
     with Checkpoint(folder, ops, device, dtype, progress=progress) as checkpoint:
         model.load(checkpoint)
     return model.eval()
@@ -54,6 +59,7 @@ def build_drafter(
     dtype: torch.dtype,
     num_positions: int | None = None,
     progress: bool | None = None,
+    parallel: Parallel = SINGLE,
 ) -> DFlash:
     """Build the drafter in `folder` for `target` and load its weights.
 
@@ -61,6 +67,7 @@ def build_drafter(
         dtype: bfloat16 or float32; DFlash activations leave float16's range.
         num_positions: positions that the RoPE tables cover; by default as many as the target's.
         progress: show a progress bar; None shows it for big checkpoints only.
+        parallel: the ranks that the model is divided among.
 
     Raises:
         ValueError: as `build_target`, or the drafter does not go with the target.
@@ -69,7 +76,37 @@ def build_drafter(
         raise ValueError(f"dtype: a drafter runs in bfloat16 or float32, got {dtype}")
     config = load_draft_config(folder, target)
     num_positions = num_positions or target.max_position_embeddings + ROPE_MARGIN
-    model = DFlash(config, ops, device, dtype, num_positions)
+    model = DFlash(config, ops, device, dtype, num_positions, parallel)
     with Checkpoint(folder, ops, device, dtype, strip="model.", progress=progress) as checkpoint:
         model.load(checkpoint)
     return model.eval()
+
+
+def build_models(
+    target: Path,
+    draft: Path | None,
+    ops: TorchOps,
+    device: torch.device,
+    dtype: str | torch.dtype | None,
+    parallel: Parallel = SINGLE,
+) -> tuple[Llama, DFlash | None]:
+    """Build what an engine runs.
+
+    Args:
+        dtype: by default float32 on CPU, elsewhere the target's own. A drafter of a float16 target
+            runs in bfloat16.
+
+    Raises:
+        ValueError: as `build_target` and `build_drafter`, or `dtype` is none of `DTYPES`.
+    """
+    config = load_target_config(target)
+    if dtype is None:
+        dtype = "float32" if device.type == "cpu" else config.torch_dtype
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in DTYPES.values():
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    built = build_target(target, ops, device, found, parallel=parallel)
+    if draft is None:
+        return built, None
+    safe = torch.bfloat16 if found == torch.float16 else found
+    return built, build_drafter(draft, config, ops, device, safe, parallel=parallel)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ddtree.config import LayerConfig
 from ddtree.kernels.reference import PACKED_ROWS_MAX, AttentionPlan, PackedLinear, TorchOps, View
 from ddtree.models.layers import DecoderLayer, Linear, RMSNorm
+from ddtree.parallel import SINGLE, Parallel
 from ddtree.state import StepState
 
 Recording = Callable[..., Tensor]
@@ -32,17 +33,25 @@ class TracedLayers:
 
     The recording takes a group's weights as inputs, so all groups share it. On CPU, in float32, a
     small model's step spends a third of its time between the matmuls; replaying halves that.
-    Anything else (other devices, long prefill chunks, a torch without `torch.jit.trace`) runs
+    Anything else (other devices, several ranks, long prefill chunks, no `torch.jit.trace`) runs
     the layers as they are: the ops and their order are the same.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], config: LayerConfig, ops: TorchOps):
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        config: LayerConfig,
+        ops: TorchOps,
+        parallel: Parallel = SINGLE,
+    ):
         self.layers = layers
-        self._group = config.num_heads // config.num_kv_heads
+        self._group = layers[0].attention.heads // layers[0].attention.kv_heads
         count = len(layers)
         self._size = max(size for size in range(1, MAX_GROUP + 1) if count % size == 0)
         self._templates = [DecoderLayer(config, ops) for _ in range(self._size)]
-        self._records = bool(ops.linear_library) and hasattr(torch.jit, "trace")
+        # A recording cannot hold what ranks say to each other.
+        alone = parallel.size == 1
+        self._records = alone and bool(ops.linear_library) and hasattr(torch.jit, "trace")
         self._recordings: dict[Any, Recording] = {}
         self._seen: Counter[Any] = Counter()
         self._weights: list[list[Tensor]] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from ddtree.runtime.pages import RESERVED_PAGES
 
 
-def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token takes in a model's pool."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+def bytes_per_token(kv_shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token takes in a pool of layers, heads and head size."""
+    return 2 * math.prod(kv_shape) * dtype.itemsize
 
 
 def allocate_pool(

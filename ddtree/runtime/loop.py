@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from ddtree.runtime.graphs import Progress, graph_keys, make_recorder
 from ddtree.runtime.kv_cache import bytes_per_token, default_num_pages
 from ddtree.runtime.pages import pages_for
-from ddtree.runtime.plan import Buckets
+from ddtree.runtime.plan import Buckets, Plan
 from ddtree.runtime.request import Request
 from ddtree.runtime.runner import Runner, Ticket
 from ddtree.runtime.scheduler import Scheduler, SchedulerConfig
@@ -82,9 +83,11 @@ class Loop:
         if num_pages is None:
             rehearsal = runner(1) if captures else None
             models = [target] if drafter is None else [target, drafter]
-            token_bytes = sum(bytes_per_token(model.config, model.dtype) for model in models)
-            num_pages = default_num_pages(
-                token_bytes, max_batch_size, width, page_size, memory_fraction, device
+            token_bytes = sum(bytes_per_token(model.kv_shape, model.dtype) for model in models)
+            num_pages = target.parallel.least(
+                default_num_pages(
+                    token_bytes, max_batch_size, width, page_size, memory_fraction, device
+                )
             )
             if rehearsal is not None:
                 del rehearsal
@@ -106,6 +109,8 @@ class Loop:
     def __init__(self, scheduler: Scheduler, runner: Runner):
         self.scheduler = scheduler
         self.runner = runner
+        self.announce: Callable[[Plan], None] | None = None
+        """Told every plan before it is launched: the other ranks launch it, too."""
         self._ticket: Ticket | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -131,6 +136,8 @@ class Loop:
         """Launch the next step, if there is one, and collect the one before it."""
         started = time.perf_counter()
         plan = self.scheduler.schedule()
+        if plan is not None and self.announce is not None:
+            self.announce(plan)
         ticket = None if plan is None else self.runner.launch(plan)
         previous, self._ticket = self._ticket, ticket
         if previous is None and ticket is None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from ddtree.runtime.sampler import TreeWeights
+from ddtree.runtime.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ class Machine:
 
     rejection: bool = False
     """Whether sampled rows accept drafts by recursive rejection instead of matching choices."""
+
+    vocab: Vocabulary = field(init=False)
+    """What chooses among the target's tokens."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vocab", Vocabulary(self.target, self.ops))
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ddtree.kernels.sampling import count_tokens
+from ddtree.kernels.sampling import count_tokens, note_prompt
 from ddtree.runtime.kv_cache import slots_of
 from ddtree.runtime.machine import Machine
 from ddtree.runtime.plan import ROW_LENGTH, ROW_RUNNING, ROW_STOPPED, Level
@@ -51,17 +51,24 @@ def prefill_step(
     return hidden[:, -1:]
 
 
-def note_tokens(rows: RowState, slot: Tensor, tokens: Tensor, start: int, prompt_len: int) -> None:
+def note_tokens(
+    rows: RowState,
+    slot: Tensor,
+    tokens: Tensor,
+    start: int,
+    prompt_len: int,
+    first_id: int = 0,
+) -> None:
     """Enter prefilled tokens in the accounts that penalties go by.
 
-    slot:   [1] int64 device row.
-    tokens: [1, T] int64 from position `start` on; from `prompt_len` on they are output.
+    slot:     [1] int64 device row.
+    tokens:   [1, T] int64 from position `start` on; from `prompt_len` on they are output.
+    first_id: token of the accounts' first column.
     """
     cut = min(max(prompt_len - start, 0), tokens.shape[1])
     prompt, output = tokens[:, :cut], tokens[:, cut:]
-    vocab = rows.prompt_seen.shape[1]
-    rows.prompt_seen.view(-1).index_fill_(0, slot * vocab + prompt[0], True)
-    count_tokens(rows.output_counts, slot, output, torch.full_like(slot, output.shape[1]))
+    note_prompt(rows.prompt_seen, slot, prompt, first_id)
+    count_tokens(rows.output_counts, slot, output, torch.full_like(slot, output.shape[1]), first_id)
 
 
 def start_row(
@@ -86,15 +93,21 @@ def start_row(
     rows.anchor.index_copy_(0, slot, token)
     rows.done.index_copy_(0, slot, (status != ROW_RUNNING).long())
     if Level.PENALTIES in level:
-        count_tokens(rows.output_counts, slot, token[:, None], torch.ones_like(slot))
+        ones = torch.ones_like(slot)
+        count_tokens(rows.output_counts, slot, token[:, None], ones, machine.vocab.first)
     report = torch.cat((token, status))
     if Level.LOGPROBS in level:
-        report = torch.cat((report, pack_logprobs(machine.target, hidden, token[:, None])[0]))
+        report = torch.cat((report, pack_logprobs(machine.vocab, hidden, token[:, None])[0]))
     return report
 
 
 def resume_row(
-    rows: RowState, slot: Tensor, length: int, anchor: int, level: Level = Level.GREEDY
+    rows: RowState,
+    slot: Tensor,
+    length: int,
+    anchor: int,
+    level: Level = Level.GREEDY,
+    first_id: int = 0,
 ) -> None:
     """Restart a preempted request's row: `length` committed tokens, newest token `anchor`."""
     rows.length.index_fill_(0, slot, length)
@@ -102,4 +115,4 @@ def resume_row(
     rows.done.index_fill_(0, slot, 0)
     if Level.PENALTIES in level:
         token = torch.full_like(slot, anchor)
-        count_tokens(rows.output_counts, slot, token[:, None], torch.ones_like(slot))
+        count_tokens(rows.output_counts, slot, token[:, None], torch.ones_like(slot), first_id)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ddtree.kernels.sampling import Adjustments, Filters, Penalties, rank_candidates
+from ddtree.kernels.sampling import Adjustments, Filters, Penalties
 from ddtree.runtime.machine import Machine
 from ddtree.runtime.plan import Level
 from ddtree.runtime.sampler import Sampling, choose, choose_nodes, path_tokens, scaled_noise
@@ -64,9 +64,10 @@ class RoundSampler:
         if machine.ops.fused:
             sampler.seeds, sampler.length = row.seed, length
         else:
-            vocab = machine.target.config.vocab_size
-            temperature = sampler.sampling.filters.temperature
-            sampler.noise = scaled_noise(row.seed, temperature, length, depths, vocab)
+            temperature, vocab = sampler.sampling.filters.temperature, machine.vocab
+            sampler.noise = scaled_noise(
+                row.seed, temperature, length, depths, vocab.size, vocab.first
+            )
         return sampler
 
     def candidates(self, logits: Tensor, chain: bool) -> tuple[Tensor, Tensor]:
@@ -74,33 +75,32 @@ class RoundSampler:
 
         For a chain only the ids matter, and K is 1.
         """
-        machine = self.machine
+        machine, vocab = self.machine, self.machine.vocab
         count = 1 if chain else machine.num_candidates
         trust = machine.weights
         plain = self.noise is None and self.seeds is None
         if plain or self.sampling is None or (chain and trust is None):
             if chain:
-                ids = machine.ops.argmax(logits).unsqueeze(2)
+                ids = vocab.argmax(logits).unsqueeze(2)
                 return ids, ids
-            ids, log_q = machine.ops.top_candidates(logits, count)
+            ids, log_q = vocab.top_candidates(logits, count)
             return ids, log_q if trust is None else trust.greedy(log_q)
         temperature = self.sampling.filters.temperature
         if trust is None:
-            rank = machine.ops.rank_candidates if machine.ops.fused else rank_candidates
-            return rank(logits, temperature, count)
+            return vocab.rank_candidates(logits, temperature, count)
         depth = logits.shape[1]
         alpha, scale = trust.alpha[:depth], trust.scale[:depth]
         if self.noise is None:
             assert self.seeds is not None and self.length is not None
             places = self.length[:, None] + torch.arange(1, depth + 1, device=logits.device)
             coupling = (self.seeds, places, alpha, scale)
-            ids, weights = machine.ops.rank_candidates(logits, temperature, count, *coupling)
+            ids, weights = vocab.rank_seeded(logits, temperature, count, *coupling)
         elif chain:
             scores = torch.addcmul(self.noise[:, :depth], logits, alpha[:, None])
-            ids = weights = machine.ops.argmax(scores).unsqueeze(2)
+            ids = weights = vocab.argmax(scores).unsqueeze(2)
         else:
             noise = self.noise[:, :depth]
-            ids, weights = rank_candidates(logits, temperature, count, noise, alpha, scale)
+            ids, weights = vocab.rank_candidates(logits, temperature, count, noise, alpha, scale)
         if chain:
             return ids, ids
         sampled = temperature[:, None, None] > 0
@@ -124,13 +124,12 @@ class RoundSampler:
         """
         machine = self.machine
         if self.sampling is None:
-            return choose(machine.target, machine.ops, hidden)
+            return choose(machine.vocab, hidden)
         paths, depths = None, torch.zeros_like(positions) if tree is None else tree.depths
         if tree is not None and Level.PENALTIES in self.level:
             paths = path_tokens(tree, self.depths - 1)
         return choose_nodes(
-            machine.target,
-            machine.ops,
+            machine.vocab,
             hidden,
             self.noise,
             self.sampling,

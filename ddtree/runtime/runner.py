@@ -68,11 +68,13 @@ class Runner:
         self.graphs: GraphCache | None = None
         self.rounds = {"replayed": 0, "eager": 0}
         """Decode rounds so far, by how they ran."""
-        self.reports = Ring(report_size, self.device)
+        wait_for = machine.vocab.parallel.wait_for
+        self.reports = Ring(report_size, self.device, wait_for=wait_for)
         self.staging = Staging(
             Staging.capacity(self.spare_slot, self.spare_slot * width, prefill_chunk),
             width,
             self.device,
+            wait_for,
         )
 
     @classmethod
@@ -110,7 +112,7 @@ class Runner:
                 weights = TreeWeights.make(drafter.config.calibration, block - 1, device)
 
         def pool(model: Any) -> Tensor:
-            shape = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
+            shape: tuple[int, int, int] = model.kv_shape
             return allocate_pool(*shape, num_pages, page_size, model.dtype, device)
 
         machine = Machine(
@@ -124,8 +126,7 @@ class Runner:
             weights=weights,
             rejection=rejection,
         )
-        vocab_size = target.config.vocab_size
-        rows = RowState.allocate(max_batch_size, table_width, vocab_size, device)
+        rows = RowState.allocate(max_batch_size, table_width, target.vocab.size, device)
         report = ReportLayout(block, max(max_nodes, block), True).width + 2 + LOGPROB_WIDTH
         return cls(machine, rows, max_batch_size * report, prefill_chunk)
 
@@ -246,11 +247,13 @@ class Runner:
             chunk.context,
         )
         if Level.PENALTIES in chunk.level:
-            note_tokens(self.rows, slot, tokens, chunk.start, chunk.prompt_len)
+            first = self.machine.vocab.first
+            note_tokens(self.rows, slot, tokens, chunk.start, chunk.prompt_len, first)
         if not chunk.last:
             return None
         length = chunk.start + len(chunk.tokens)
         if chunk.anchor is not None:
-            resume_row(self.rows, slot, length, chunk.anchor, chunk.level)
+            first = self.machine.vocab.first
+            resume_row(self.rows, slot, length, chunk.anchor, chunk.level, first)
             return None
         return start_row(self.machine, self.rows, slot, length, hidden, chunk.level)

@@ -17,9 +17,9 @@ from ddtree.kernels.sampling import (
     filter_logits,
     perturb_nodes,
     process_logits,
-    token_logprobs,
 )
 from ddtree.runtime.plan import TOP_LOGPROBS
+from ddtree.runtime.vocabulary import Vocabulary
 from ddtree.tree.build import Tree
 from ddtree.tree.noise import gumbel
 
@@ -82,18 +82,23 @@ class TreeWeights:
         return scaled + self.greedy_log_hit[:depth, None]
 
 
-def choose(target: Any, ops: Any, hidden: Tensor) -> Tensor:
+def choose(vocab: Vocabulary, hidden: Tensor) -> Tensor:
     """The target's token after every position of `hidden [B, T, H]` -> `[B, T]` int64."""
     batch, tokens, _ = hidden.shape
     rows = hidden.reshape(batch * tokens, -1)
-    step = max(1, CHUNK_LOGITS // target.config.vocab_size)
-    parts = [ops.argmax(target.logits(part)) for part in rows.split(step)]
+    step = max(1, CHUNK_LOGITS // vocab.widest)
+    parts = [vocab.argmax(vocab.logits(part)) for part in rows.split(step)]
     chosen = parts[0] if len(parts) == 1 else torch.cat(parts)
     return chosen.view(batch, tokens)
 
 
 def scaled_noise(
-    seeds: Tensor, temperature: Tensor, length: Tensor, count: int, vocab_size: int
+    seeds: Tensor,
+    temperature: Tensor,
+    length: Tensor,
+    count: int,
+    vocab_size: int,
+    first_id: int = 0,
 ) -> Tensor:
     """Noise of the `count` positions after `length`, times the temperature: [B, P, V] float32.
 
@@ -101,18 +106,18 @@ def scaled_noise(
     temperature:   [B] float32; a greedy row's noise is 0.
     count:         P: L + 1 for a round, of which candidates use the first L; 1 after a prefill of
                    `length + 1` tokens.
+    vocab_size:    V: this rank's tokens, from `first_id` on.
 
     Row d belongs to position `length + d + 1`: to the token that a node at depth d chooses, and to
     the candidates at depth d + 1. One evaluation serves both.
     """
     order = torch.arange(1, count + 1, device=length.device)
-    noise = gumbel(seeds, length.unsqueeze(1) + order, 0, vocab_size)
+    noise = gumbel(seeds, length.unsqueeze(1) + order, first_id, vocab_size)
     return noise.mul_(temperature[:, None, None])
 
 
 def choose_nodes(
-    target: Any,
-    ops: Any,
+    vocab: Vocabulary,
     hidden: Tensor,
     noise: Tensor | None,
     sampling: Sampling,
@@ -133,27 +138,28 @@ def choose_nodes(
     A row at temperature 0 gets what `choose` gives, except for its own adjustments.
     """
     batch, nodes, _ = hidden.shape
-    vocab = target.config.vocab_size
     block = CPU_BLOCK_LOGITS if hidden.device.type == "cpu" else CHUNK_LOGITS // 8
     if seeds is not None and sampling.adjustments is None:
         block = CHUNK_LOGITS
     parts = []
-    for outer in _blocks(batch, nodes, vocab, CHUNK_LOGITS):
-        chunk = target.logits(hidden[outer])
-        for inner in _blocks(chunk.shape[0], chunk.shape[1], vocab, block):
+    # All ranks go by the widest shard: they must cut, and speak, alike.
+    for outer in _blocks(batch, nodes, vocab.widest, CHUNK_LOGITS):
+        chunk = vocab.logits(hidden[outer])
+        for inner in _blocks(chunk.shape[0], chunk.shape[1], vocab.widest, block):
             rows, columns = (_inside(whole, part) for whole, part in zip(outer, inner, strict=True))
             part, logits = _take_rows(sampling, rows), chunk[inner]
             if part.adjustments is not None:
                 path = None if paths is None else paths[rows, columns]
-                process_logits(logits, positions[rows, columns], path, part.adjustments)
+                places = positions[rows, columns]
+                process_logits(logits, places, path, part.adjustments, vocab.first)
             if noise is not None:
-                filter_logits(logits, part.filters)
+                filter_logits(logits, part.filters, *vocab.reducers)
                 logits = perturb_nodes(logits, noise[rows], depths[rows, columns])
             if seeds is None:
-                tokens = ops.argmax(logits)
+                tokens = vocab.argmax(logits)
             else:
                 places = positions[rows, columns]
-                tokens = ops.choose_tokens(logits, part.filters, seeds[rows], places)
+                tokens = vocab.choose_tokens(logits, part.filters, seeds[rows], places)
             parts.append(tokens.view(-1))
     chosen = parts[0] if len(parts) == 1 else torch.cat(parts)
     return chosen.view(batch, nodes)
@@ -172,7 +178,7 @@ def path_tokens(tree: Tree, max_depth: int) -> Tensor:
 
 
 def path_logprobs(
-    target: Any, hidden: Tensor, chosen: Tensor, count: int
+    vocab: Vocabulary, hidden: Tensor, chosen: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities along the accepted path, under the target's raw distribution.
 
@@ -184,18 +190,18 @@ def path_logprobs(
     are computed again for these rows: keeping those of all nodes would cost more memory than that.
     """
     batch, length, _ = hidden.shape
-    step = max(1, CHUNK_LOGITS // target.config.vocab_size)
+    step = max(1, CHUNK_LOGITS // vocab.widest)
     rows = zip(hidden.flatten(0, 1).split(step), chosen.flatten().split(step), strict=True)
-    parts = [token_logprobs(target.logits(states), tokens, count) for states, tokens in rows]
+    parts = [vocab.token_logprobs(vocab.logits(x), tokens, count) for x, tokens in rows]
     own, ids, best = (torch.cat(part) for part in zip(*parts, strict=True))
     shape = (batch, length, count)
     return own.view(batch, length), ids.view(shape), best.view(shape)
 
 
-def pack_logprobs(target: Any, hidden: Tensor, chosen: Tensor) -> Tensor:
+def pack_logprobs(vocab: Vocabulary, hidden: Tensor, chosen: Tensor) -> Tensor:
     """As `path_logprobs`, as a report has them: [B, D * LOGPROB_WIDTH] int64."""
-    known = min(TOP_LOGPROBS, target.config.vocab_size)
-    own, ids, best = path_logprobs(target, hidden, chosen, known)
+    known = min(TOP_LOGPROBS, vocab.total)
+    own, ids, best = path_logprobs(vocab, hidden, chosen, known)
     values = torch.cat((own.unsqueeze(2), F.pad(best, (0, TOP_LOGPROBS - known))), 2)
     ids = F.pad(ids, (0, TOP_LOGPROBS - known), value=-1)
     return torch.cat((values.view(torch.int32).long(), ids), 2).flatten(1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ddtree.config.options import MAX_BIASES, MAX_STOP_IDS
+from ddtree.parallel import SINGLE
 from ddtree.runtime.plan import Join, Plan
 from ddtree.state import FLOATS, HEAD_COLUMNS, SCALARS
 
@@ -25,6 +27,8 @@ class Slot:
     """Flat int64, page-locked where the device is an accelerator."""
     event: torch.cuda.Event | None
     """None where copies are done when they return."""
+    wait_for: Callable[[torch.cuda.Event], None]
+    """Blocks until an event has happened."""
 
     def record(self) -> None:
         """Let `wait` wait for the device work queued so far."""
@@ -34,21 +38,31 @@ class Slot:
     def wait(self) -> None:
         """Block until the recorded work is done."""
         if self.event is not None:
-            self.event.synchronize()
+            self.wait_for(self.event)
 
 
 class Ring:
     """Host buffers taken in turn; a buffer is handed out again once the device is through with it.
 
     With two of them one step may be in flight while the host fills, or reads, the other's.
+
+    Args:
+        wait_for: how to wait for an event.
     """
 
-    def __init__(self, size: int, device: torch.device, count: int = 2):
+    def __init__(
+        self,
+        size: int,
+        device: torch.device,
+        count: int = 2,
+        wait_for: Callable[[torch.cuda.Event], None] = SINGLE.wait_for,
+    ):
         cuda = device.type == "cuda"
         self.slots = [
             Slot(
                 torch.zeros(size, dtype=torch.int64, pin_memory=cuda),
                 torch.cuda.Event() if cuda else None,
+                wait_for,
             )
             for _ in range(count)
         ]
@@ -90,8 +104,14 @@ class Staging:
         table_width: entries of a row's block table.
     """
 
-    def __init__(self, size: int, table_width: int, device: torch.device):
-        self.ring = Ring(size, device)
+    def __init__(
+        self,
+        size: int,
+        table_width: int,
+        device: torch.device,
+        wait_for: Callable[[torch.cuda.Event], None] = SINGLE.wait_for,
+    ):
+        self.ring = Ring(size, device, wait_for=wait_for)
         self.table_width = table_width
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
 

@@ -198,11 +198,11 @@ def _count_and_report(
     hidden: [B, N, H]; path: [B, D] nodes, None for node 0 alone; emitted: [B, D].
     """
     if Level.PENALTIES in spec.level:
-        count_tokens(rows.output_counts, slot_ids, emitted, count)
+        count_tokens(rows.output_counts, slot_ids, emitted, count, machine.vocab.first)
     if Level.LOGPROBS in spec.level:
         if path is not None:
             hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[2]))
-        report.append(pack_logprobs(machine.target, hidden, emitted))
+        report.append(pack_logprobs(machine.vocab, hidden, emitted))
 
 
 def _commit(

@@ -1,0 +1,136 @@
+"""Choices over the target's vocabulary, whichever ranks have its parts.
+
+Where one rank has all of it, these are the ops themselves. Otherwise a choice is one all-reduce of
+integers and candidates are one all-gather: the same tokens on every rank, and at every size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ddtree.kernels.sampling import (
+    Filters,
+    Reduce,
+    filter_threshold,
+    rank_candidates,
+    token_logprobs,
+)
+from ddtree.kernels.shards import (
+    chosen_ids,
+    local_candidates,
+    local_logprobs,
+    merge_candidates,
+    merge_logprobs,
+    pack_candidates,
+)
+
+
+class Vocabulary:
+    """The vocabulary of a target and its kernel set.
+
+    Attributes:
+        total: V, all tokens.
+        first: this rank's first token.
+        size: how many it has.
+        widest: the largest size of any rank: what all ranks divide their work by.
+    """
+
+    def __init__(self, target: Any, ops: Any):
+        self.target, self.ops, self.parallel = target, ops, target.parallel
+        part = target.vocab
+        self.total, self.first, self.size = part.total, part.start, part.size
+        self.widest = self.parallel.widest(part.total)
+        self._alone = part.whole
+
+    @property
+    def reducers(self) -> tuple[Reduce | None, Reduce | None]:
+        """Sum and maximum over the shards, for the filters; None each where there is one."""
+        return (None, None) if self._alone else (self.parallel.all_sum, self.parallel.all_max)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final hidden states `[..., H]` -> float32 logits `[..., size]` of this rank's tokens."""
+        return self.target.logits(hidden)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Most likely token per row of `logits [..., size]` -> `[...]`, lowest id on a tie."""
+        if self._alone:
+            return self.ops.argmax(logits)
+        return chosen_ids(self.parallel.all_max(self.ops.local_choice(logits, self.first)))
+
+    def choose_tokens(
+        self, logits: Tensor, filters: Filters, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Tokens of `logits [B, N, size]` after filters and noise, [B, N] int64; fused ops only."""
+        if self._alone:
+            return self.ops.choose_tokens(logits, filters, seeds, positions)
+        least = None
+        if (filters.top_k, filters.top_p, filters.min_p) != (None,) * 3:
+            least = filter_threshold(logits, filters, *self.reducers)
+        packed = self.ops.local_choice(logits, self.first, filters, seeds, positions, least)
+        return chosen_ids(self.parallel.all_max(packed))
+
+    def top_candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` most likely tokens per row of `logits [B, L, size]`, ids and log-probs."""
+        if self._alone:
+            return self.ops.top_candidates(logits, count)
+        found = self.ops.local_candidates(logits, None, count, self.first)
+        return self._merge(found, None, count, None)
+
+    def rank_candidates(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        count: int,
+        noise: Tensor | None = None,
+        alpha: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`kernels.sampling.rank_candidates` of `logits [B, L, size]`."""
+        if self._alone:
+            if noise is None and self.ops.fused:
+                return self.ops.rank_candidates(logits, temperature, count)
+            return rank_candidates(logits, temperature, count, noise, alpha, scale)
+        if noise is None:
+            found = self.ops.local_candidates(logits, temperature, count, self.first)
+        else:
+            found = local_candidates(logits, temperature, count, self.first, noise, alpha)
+        return self._merge(found, temperature, count, scale)
+
+    def rank_seeded(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        count: int,
+        seeds: Tensor,
+        positions: Tensor,
+        alpha: Tensor,
+        scale: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As `rank_candidates`, with the noise of `seeds [B]` at `positions [B, L]`; fused only."""
+        noise = (seeds, positions, alpha)
+        if self._alone:
+            return self.ops.rank_candidates(logits, temperature, count, *noise, scale)
+        found = self.ops.local_candidates(logits, temperature, count, self.first, *noise)
+        return self._merge(found, temperature, count, scale)
+
+    def token_logprobs(
+        self, logits: Tensor, chosen: Tensor, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`kernels.sampling.token_logprobs` of `logits [..., size]`."""
+        if self._alone:
+            return token_logprobs(logits, chosen, count)
+        width = min(count, self.widest)
+        mine = local_logprobs(logits, chosen, count, self.first, width)
+        return merge_logprobs(self.parallel.all_gather(mine), count)
+
+    def _merge(
+        self,
+        found: tuple[Tensor, Tensor, Tensor],
+        temperature: Tensor | None,
+        count: int,
+        scale: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        mine = pack_candidates(*found, min(count, self.widest))
+        return merge_candidates(self.parallel.all_gather(mine), temperature, count, scale)
