@@ -137,12 +137,21 @@ def test_all_ranks_say_the_same(size, kernels, mode, level):
 
 
 def test_choices_are_cut_alike_on_all_ranks(monkeypatch):
-    """By the widest part: 24 nodes in blocks of 10."""
-    monkeypatch.setattr(sampler, "CHUNK_LOGITS", 10 * 51)
+    """By the widest part, of 51 tokens: 24 nodes in blocks of 9."""
+    monkeypatch.setattr(sampler, "CHUNK_LOGITS", 10 * 51 - 1)
     for rank in range(2):
         calls, _ = run.__wrapped__(2, rank)
         shapes = [call.shape for call in calls if call.kind == "max"]
-        assert [math.prod(shape) for shape in shapes] == [10, 10, 4]
+        assert [math.prod(shape) for shape in shapes] == [9, 9, 6]
+
+
+def test_candidates_are_as_many_on_all_ranks():
+    """60 of all ranks' tokens, of which one has 50 and one 51."""
+    for rank in range(2):
+        one = tiny_rank(2, rank, "triton")
+        one.run(round_spec("tree", "greedy", 60, BLOCK), 1, 60, CONTEXT)
+        (gathered,) = (call for call in one.ranks.calls if call.kind == "gather")
+        assert gathered.shape == (1, BLOCK - 1, 2 * 51 + 1)
 
 
 @pytest.mark.parametrize("divided", ["columns", "rows"])
