@@ -10,11 +10,11 @@ from kernel_tools import interpreted
 from stubs import FULL, SIBLINGS, by_anchor, install
 
 from ddtree import Engine, SamplingParams
-from ddtree.runtime import round_sampler, sampler, step
+from ddtree.runtime import round_sampler, sampler, step, vocabulary
 
 TORCH_WAYS = (
     (step, "build_tree"),
-    (round_sampler, "rank_candidates"),
+    (vocabulary, "rank_candidates"),
     (round_sampler, "scaled_noise"),
     (sampler, "filter_logits"),
     (sampler, "perturb_nodes"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from kernel_tools import interpreted
@@ -18,6 +20,7 @@ from ddtree.kernels.reference import TorchOps
 from ddtree.kernels.sampling import Filters, filter_logits
 from ddtree.kernels.sampling import filter_threshold as torch_filter_threshold
 from ddtree.kernels.sampling import rank_candidates as torch_rank_candidates
+from ddtree.kernels.shards import chosen_ids, merge_candidates, pack_candidates
 from ddtree.tree import noise
 
 CPU = torch.device("cpu")
@@ -232,6 +235,39 @@ def test_coupled_candidates():
     exact[0] = logits[0].double().log_softmax(-1).gather(1, twin_ids[0])
     assert torch.equal(ids, twin_ids)
     check_weights(weights, twin, exact)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@interpreted
+def test_shards_together_are_the_whole(size):
+    """Candidates, plain and coupled, and choices under filters and noise."""
+    logits, temperature = make_logits(3, 2, 301), torch.tensor([0.0, 0.4, 2.0])
+    seeds, positions = torch.tensor([4, 5, -6]), torch.tensor([[1, 2], [3, 4], [99, 100]])
+    alpha, scale = torch.tensor([1.5, 0.8]), torch.tensor([2.0, 1.2])
+    ops = TritonOps(CPU)
+    cuts = [301 * rank // size for rank in range(size + 1)]
+    shards = [(a, logits[..., a:b].contiguous()) for a, b in pairwise(cuts)]
+    for count in (1, 10, 200):
+        for drawn in ((), (seeds, positions, alpha)):
+            numbers = (*drawn, scale) if drawn else ()
+            width = min(count, -(-301 // size))
+            sent = [
+                pack_candidates(*ops.local_candidates(x, temperature, count, a, *drawn), width)
+                for a, x in shards
+            ]
+            merged = merge_candidates(
+                torch.stack(sent), temperature, count, scale if drawn else None
+            )
+            ids, weights = rank_candidates(logits, temperature, count, *numbers)
+            assert torch.equal(merged[0], ids)
+            assert torch.allclose(merged[1], weights, atol=2e-6)
+    filters = Filters(temperature, torch.tensor([5, 0, 30]), torch.tensor([1.0, 0.8, 0.9]))
+    least = filter_threshold(logits, filters)
+    packed = [ops.local_choice(x, a, filters, seeds, positions, least) for a, x in shards]
+    whole = choose_tokens(logits, filters, seeds, positions)
+    assert torch.equal(torch.stack(packed).amax(0), whole[1])
+    packed = torch.stack([ops.local_choice(x[0, 0], a) for a, x in shards])
+    assert int(chosen_ids(packed.amax(0))) == int(logits[0, 0].argmax())
 
 
 @interpreted

@@ -373,7 +373,7 @@ def test_a_stream_closed_while_it_waits(engine):
     requests = []
     for stream in streams[3:]:
         # The request is queued by hand: reading the stream would wait until it runs.
-        request = stream.gi_frame.f_locals["request"]
+        (request,) = stream.gi_frame.f_locals["opened"]
         scheduler.add(request)
         requests.append(request)
     assert scheduler.unfinished == 5

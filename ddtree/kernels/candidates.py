@@ -190,16 +190,9 @@ def local_candidates(
     positions: Tensor | None = None,
     alpha: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`ddtree.kernels.shards.local_candidates`, which takes the noise itself.
+    """`ddtree.kernels.shards.local_candidates`, best ones in any order.
 
-    The arguments are those of `rank_candidates`, for V tokens from `first_id` on.
-
-    Returns packed choices by score [B, L, k] int64 in any order with k = min(count, V), their
-    logits [B, L, k] float32, and the log-sum-exp [B, L] float32 of the shard's logits: tempered
-    without noise, plain with.
-
-    Raises:
-        ValueError: as `rank_candidates`.
+    The arguments, and errors raised, are those of `rank_candidates`; V tokens from `first_id` on.
     """
     count = min(count, logits.shape[-1])
     _check(logits, temperature, count, seeds, positions, alpha)
