@@ -20,7 +20,7 @@ from ddtree.models import loader
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
-TIMEOUT = 6.0
+TIMEOUT = 10.0
 
 
 def make(target, draft, **options):
@@ -148,7 +148,8 @@ def test_one_rank_breaks_and_all_end(size, how, victim):
         elif how == "raise":
             assert f"rank {victim} failed: MemoryError: no room" in end.error
         elif how == "kill":
-            assert "the group is broken" in end.error and f"rank {victim}" in end.error, ended
+            assert "the group is broken" in end.error, ended
+            assert f"no sign of life from rank {victim}" in end.error, ended
         else:
             assert f"no answer within {TIMEOUT:g} s (timeout)" in end.error, ended
 

@@ -137,12 +137,15 @@ def test_all_ranks_say_the_same(size, kernels, mode, level):
 
 
 def test_choices_are_cut_alike_on_all_ranks(monkeypatch):
-    """By the widest part, of 51 tokens: 24 nodes in blocks of 9."""
+    """By the widest part, of 51 tokens: 24 nodes in blocks of 9, and one choice for them all."""
     monkeypatch.setattr(sampler, "CHUNK_LOGITS", 10 * 51 - 1)
+    monkeypatch.setattr(sampler, "CPU_BLOCK_LOGITS", 10 * 51 - 1)
     for rank in range(2):
         calls, _ = run.__wrapped__(2, rank)
-        shapes = [call.shape for call in calls if call.kind == "max"]
-        assert [math.prod(shape) for shape in shapes] == [9, 9, 6]
+        assert [math.prod(call.shape) for call in calls if call.kind == "max"] == [24]
+        calls, _ = run.__wrapped__(2, rank, "tree", "full")
+        cut = [math.prod(call.shape) for call in calls if call.kind == "max"]
+        assert len(cut) > 2 and sum(cut[:-1]) == cut[-1] == 24 and max(cut[:-1]) <= 9
 
 
 def test_candidates_are_as_many_on_all_ranks():

@@ -224,35 +224,34 @@ class Group(Parallel):
         try:
             work.wait()
         except RuntimeError as error:
-            self._look(GRACE_SECONDS)
             raise LostRankError(f"the group is broken{self._missing()}: {error}") from error
 
-    def _look(self, seconds: float = 0.0) -> None:
-        """Raise what another rank has failed with, if it says so within `seconds`."""
-        until = time.monotonic() + seconds
-        while True:
-            if self._try_store(lambda: self._store.check(["failure"])):
-                cause = self._try_store(lambda: self._store.get("failure"))
-                raise LostRankError(cause.decode() if cause else "another rank failed")
-            if time.monotonic() >= until:
-                return
-            time.sleep(0.1)
+    def _look(self) -> None:
+        """Raise what another rank has failed with, if one has; answer one that looks for us."""
+        if self._try_store(lambda: self._store.check(["failure"])):
+            cause = self._try_store(lambda: self._store.get("failure"))
+            raise LostRankError(cause.decode() if cause else "another rank failed")
+        if self._try_store(lambda: self._store.check(["alarm"])):
+            self._answer()
+
+    def _answer(self) -> None:
+        self._try_store(lambda: self._store.set(f"here/{self.rank}", "1"))
 
     def _missing(self) -> str:
-        """Say which ranks give no sign of life, for the end of a sentence."""
-        self._try_store(lambda: self._store.set(f"here/{self.rank}", "1"))
+        """Which ranks give no sign of life, for the end of a sentence; or raise what failed."""
+        self._try_store(lambda: self._store.set("alarm", "1"))
+        self._answer()
         until = time.monotonic() + GRACE_SECONDS
-        while True:
-            gone = [
-                rank
-                for rank in range(self.size)
-                if not self._try_store(lambda rank=rank: self._store.check([f"here/{rank}"]))
-            ]
-            if not gone or time.monotonic() >= until:
-                break
+        gone = list(range(self.size))
+        while gone and time.monotonic() < until:
             time.sleep(0.1)
+            self._look()
+            keys = [(rank, f"here/{rank}") for rank in gone]
+            gone = [
+                r for r, key in keys if not self._try_store(lambda k=key: self._store.check([k]))
+            ]
         names = ", ".join(map(str, gone))
-        return f"; no sign of life from rank {names}" if gone and len(gone) < self.size else ""
+        return f"; no sign of life from rank {names}" if 0 < len(gone) < self.size else ""
 
     def _try_store(self, ask: Any) -> Any:
         """What the store says; None where it is gone with the rank that kept it."""

@@ -87,9 +87,8 @@ def choose(vocab: Vocabulary, hidden: Tensor) -> Tensor:
     batch, tokens, _ = hidden.shape
     rows = hidden.reshape(batch * tokens, -1)
     step = max(1, CHUNK_LOGITS // vocab.widest)
-    parts = [vocab.argmax(vocab.logits(part)) for part in rows.split(step)]
-    chosen = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return chosen.view(batch, tokens)
+    parts = [vocab.choice(vocab.logits(part)) for part in rows.split(step)]
+    return vocab.agree(parts).view(batch, tokens)
 
 
 def scaled_noise(
@@ -156,13 +155,12 @@ def choose_nodes(
                 filter_logits(logits, part.filters, *vocab.reducers)
                 logits = perturb_nodes(logits, noise[rows], depths[rows, columns])
             if seeds is None:
-                tokens = vocab.argmax(logits)
+                tokens = vocab.choice(logits)
             else:
                 places = positions[rows, columns]
-                tokens = vocab.choose_tokens(logits, part.filters, seeds[rows], places)
+                tokens = vocab.choice(logits, part.filters, seeds[rows], places)
             parts.append(tokens.view(-1))
-    chosen = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return chosen.view(batch, nodes)
+    return vocab.agree(parts).view(batch, nodes)
 
 
 def path_tokens(tree: Tree, max_depth: int) -> Tensor:

@@ -6,8 +6,10 @@ integers and candidates are one all-gather: the same tokens on every rank, and a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddtree.kernels.sampling import (
@@ -55,21 +57,33 @@ class Vocabulary:
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Most likely token per row of `logits [..., size]` -> `[...]`, lowest id on a tie."""
-        if self._alone:
-            return self.ops.argmax(logits)
-        return chosen_ids(self.parallel.all_max(self.ops.local_choice(logits, self.first)))
+        return self.agree([self.choice(logits)])
 
-    def choose_tokens(
-        self, logits: Tensor, filters: Filters, seeds: Tensor, positions: Tensor
+    def choice(
+        self,
+        logits: Tensor,
+        filters: Filters | None = None,
+        seeds: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        """Tokens of `logits [B, N, size]` after filters and noise, [B, N] int64; fused ops only."""
+        """This rank's say in the choice of a token per row of `logits [..., size]`, for `agree`.
+
+        filters, seeds, positions: what fused ops filter `logits [B, N, size]` and make noise by.
+        """
+        given = () if seeds is None else (filters, seeds, positions)
         if self._alone:
-            return self.ops.choose_tokens(logits, filters, seeds, positions)
+            return self.ops.choose_tokens(logits, *given) if given else self.ops.argmax(logits)
         least = None
-        if (filters.top_k, filters.top_p, filters.min_p) != (None,) * 3:
+        if filters is not None and (filters.top_k, filters.top_p, filters.min_p) != (None,) * 3:
             least = filter_threshold(logits, filters, *self.reducers)
-        packed = self.ops.local_choice(logits, self.first, filters, seeds, positions, least)
-        return chosen_ids(self.parallel.all_max(packed))
+        if not given:
+            return self.ops.local_choice(logits, self.first)
+        return self.ops.local_choice(logits, self.first, *given, least)
+
+    def agree(self, choices: Sequence[Tensor]) -> Tensor:
+        """The tokens `[n]` that `choices`, end to end, come to over all ranks: one all-reduce."""
+        own = choices[0] if len(choices) == 1 else torch.cat(tuple(choices))
+        return own if self._alone else chosen_ids(self.parallel.all_max(own))
 
     def top_candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The `count` most likely tokens per row of `logits [B, L, size]`, ids and log-probs."""
