@@ -129,12 +129,12 @@ def _built_once(build: Callable[..., Any]) -> Callable[..., Any]:
     """Let all engines share a model: its recorded layers are what takes most time to make."""
     built: dict[tuple[str, ...], Any] = {}
 
-    def shared(folder: Path, *args: Any, parallel: Parallel = SINGLE) -> Any:
+    def shared(folder: Path, *args: Any, parallel: Parallel = SINGLE, **rest: Any) -> Any:
         if parallel.size > 1:
-            return build(folder, *args, parallel=parallel)
+            return build(folder, *args, parallel=parallel, **rest)
         key = (str(folder), *(str(a) for a in args if isinstance(a, (torch.device, torch.dtype))))
         if key not in built:
-            built[key] = build(folder, *args)
+            built[key] = build(folder, *args, **rest)
         return built[key]
 
     return shared

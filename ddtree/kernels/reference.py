@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddtree.kernels.draft_head import LEAST_WEIGHTS, DraftHead, make_draft_head
 from ddtree.kernels.packed_linear import PackedLinear, pack, packed_library
 from ddtree.kernels.shards import local_candidates, pack_choices
 
@@ -92,6 +94,16 @@ class TorchOps:
         if isinstance(weight, PackedLinear):
             return weight.product(x)
         return F.linear(x, weight)
+
+    def draft_head(self, read: Callable[[], Tensor], size: int) -> DraftHead | None:
+        """A cheaper head for drafts, where one is worth it: on CPU, with the packed linears.
+
+        read: gives the head's weight `[V, H]`, of `size` numbers in all.
+        """
+        if not self.linear_library or size < LEAST_WEIGHTS:
+            return None
+        weight = read()
+        return make_draft_head(weight) if weight.dtype == torch.float32 else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension, computed in float32, scaled in the input's dtype."""

@@ -31,6 +31,7 @@ def build_target(
     num_positions: int | None = None,
     progress: bool | None = None,
     parallel: Parallel = SINGLE,
+    drafts: bool = False,
 ) -> Llama:
     """Build the target in `folder` and load its weights.
 
@@ -39,6 +40,7 @@ def build_target(
             plus a margin for drafts.
         progress: show a progress bar; None shows it for big checkpoints only.
         parallel: the ranks that the model is divided among.
+        drafts: whether a drafter uses its head, too.
 
     Raises:
         ValueError: the architecture or an option of it is not supported, or the checkpoint is not
@@ -47,7 +49,7 @@ def build_target(
     config = load_target_config(folder)
     model = TARGETS[config.architecture](config, ops, device, dtype, num_positions, parallel)
     with Checkpoint(folder, ops, device, dtype, progress=progress) as checkpoint:
-        model.load(checkpoint)
+        model.load(checkpoint, drafts)
     return model.eval()
 
 
@@ -105,7 +107,8 @@ def build_models(
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found is None or found not in DTYPES.values():
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    built = build_target(target, ops, device, found, parallel=parallel)
+    drafts = draft is not None
+    built = build_target(target, ops, device, found, parallel=parallel, drafts=drafts)
     if draft is None:
         return built, None
     safe = torch.bfloat16 if found == torch.float16 else found

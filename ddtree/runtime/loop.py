@@ -116,7 +116,8 @@ class Loop:
     def describe(self) -> dict[str, Any]:
         """Settings as they were resolved, and how the decode rounds ran so far."""
         runner, scheduler = self.runner, self.scheduler
-        config = scheduler.config
+        config, target = scheduler.config, runner.machine.target
+        head = "target's" if target.draft_head is None else "int8"
         return {
             "block_size": config.block_size,
             "max_batch_size": config.max_batch_size,
@@ -127,6 +128,7 @@ class Loop:
             "preemptions": scheduler.preemptions,
             "kernels": runner.machine.ops.name,
             "linear": runner.machine.ops.linear_library or "torch",
+            "draft_head": None if runner.machine.drafter is None else head,
             "cuda_graphs": 0 if runner.graphs is None else len(runner.graphs),
             "replayed_rounds": runner.rounds["replayed"],
             "eager_rounds": runner.rounds["eager"],

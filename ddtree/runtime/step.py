@@ -129,7 +129,7 @@ def _draft_tree(
     state = StepState(positions, slots, plan)
     hidden = drafter(machine.target.embed(tokens), state, machine.draft_kv)
     # A tree of N nodes is at most N - 1 deep: the head has nothing to say about the rest.
-    logits = machine.target.logits(hidden[:, 1 : spec.path_len])
+    logits = machine.target.draft_logits(hidden[:, 1 : spec.path_len])
     ids, weights = sampler.candidates(logits, chain=spec.mode == "chain")
     timer.mark("draft")
     if spec.mode == "chain":
