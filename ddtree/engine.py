@@ -19,6 +19,7 @@ from ddtree.config.options import (
     check_prompt,
     check_request,
     check_timeout,
+    single_prompt,
     split_params,
     split_prompts,
 )
@@ -76,7 +77,7 @@ class Engine:
         local_files_only: take hub files from the local cache only.
         process_group: ranks that the models are divided among (tensor parallelism); default:
             torch.distributed's default group or, under torchrun, all ranks; else this process.
-            All ranks construct the engine, make the same calls, and get the outputs.
+            All ranks construct the engine, make the same calls one by one, and get the outputs.
         timeout: seconds after which a rank that does not answer during a step is given up.
 
     Raises:
@@ -148,7 +149,7 @@ class Engine:
                 progress=partial(tqdm, desc="capturing", unit="graph", disable=parallel.rank > 0),
             )
             self._calls = Calls(parallel, self._loop)
-        self._lock, self._count, self._closed = threading.RLock(), 0, False
+        self._lock, self._count, self._streams, self._closed = threading.RLock(), 0, 0, False
 
     # -- generating -------------------------------------------------------------------------------
 
@@ -202,18 +203,18 @@ class Engine:
         opened: list[Request] = []  # stays empty on ranks that follow
 
         def work() -> None:
-            batch, _ = split_prompts(prompt)
-            if len(batch) != 1 or (not isinstance(prompt, str) and list(prompt) == batch):
-                raise ValueError("prompt: expected one string or one flat list of token ids")
-            opened.append(self._request("prompt", batch[0], split_params(params, 1)[0]))
+            opened.append(
+                self._request("prompt", single_prompt(prompt), split_params(params, 1)[0])
+            )
 
         self._calls.run("stream", (prompt, params), work)
-        return self._stream(opened, self._calls)
+        self._streams += 1
+        return self._stream(opened, self._calls, self._streams)
 
-    def _stream(self, opened: list[Request], calls: Calls) -> Iterator[Delta]:
+    def _stream(self, opened: list[Request], calls: Calls, number: int) -> Iterator[Delta]:
         source = self._deltas(opened)
         try:
-            while (delta := calls.run("next", None, lambda: next(source, None))) is not None:
+            while (delta := calls.run("next", number, lambda: next(source, None))) is not None:
                 yield delta
         finally:
             source.close()
@@ -335,6 +336,7 @@ class Engine:
             return request.take()
 
     def _deltas(self, opened: list[Request]) -> Generator[Delta]:
+        self._check_open()
         (request,) = opened
         try:
             self._submit(opened)

@@ -38,12 +38,17 @@ class Ended:
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *args: Any, limit: float = 300.0
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    limit: float = 300.0,
+    patience: float = 300.0,
 ) -> list[Ended]:
     """Call `function(rank, *args)` on every rank of a gloo group; how each one ended.
 
     function: of a module, so that other processes find it.
     limit: seconds after which ranks are killed.
+    patience: the same, from the first rank's end on.
     """
     context = torch.multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ddtree-ranks-") as folder:
@@ -55,7 +60,10 @@ def run_ranks(
         for process in processes:
             process.start()
         ended = [Ended(None) for _ in processes]
-        while time.monotonic() - started < limit and any(e.exit_code is None for e in ended):
+        while any(e.exit_code is None for e in ended):
+            first = min((e.seconds for e in ended if e.exit_code is not None), default=limit)
+            if time.monotonic() - started > min(limit, first + patience):
+                break
             for end, process in zip(ended, processes, strict=True):
                 if end.exit_code is None and process.exitcode is not None:
                     end.exit_code, end.seconds = process.exitcode, time.monotonic() - started

@@ -141,6 +141,18 @@ def split_prompts(prompts: Any) -> tuple[list[Prompt], list[str]]:
     return [p if isinstance(p, str) else list(p) for p in prompts], names
 
 
+def single_prompt(prompt: Any) -> Prompt:
+    """The one prompt that `prompt` is.
+
+    Raises:
+        ValueError: it is neither a string nor a flat list of ids.
+    """
+    batch, _ = split_prompts(prompt)
+    if len(batch) != 1 or (not isinstance(prompt, str) and list(prompt) == batch):
+        raise ValueError("prompt: expected one string or one flat list of token ids")
+    return batch[0]
+
+
 def split_params(params: Any, count: int) -> list[SamplingParams]:
     """One `SamplingParams` per prompt, from None, one for all, or one each.
 

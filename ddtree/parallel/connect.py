@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from ddtree.parallel.shards import SINGLE, Parallel
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher sets for every process it starts."""
+ARRIVAL = 10
+"""Timeouts that ranks may come to their first engine apart."""
 
 
 def connect(process_group: Any, device_type: str, timeout: float) -> Parallel:
@@ -23,21 +27,23 @@ def connect(process_group: Any, device_type: str, timeout: float) -> Parallel:
 
     Raises:
         ValueError: `process_group` is no process group of this process.
+        LostRankError: not all of its ranks construct an engine.
     """
     if process_group is None:
         launched = all(name in os.environ for name in TORCHRUN)
         if not dist.is_available() or not (dist.is_initialized() or launched):
             return SINGLE
-    owned = False
     if process_group is None:
         if not dist.is_initialized():
             if os.environ["WORLD_SIZE"] == "1":
                 return SINGLE
-            dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-            owned = True
+            # It stays when the engine is closed: torch cannot make it again on the same store.
+            limit = timedelta(seconds=ARRIVAL * timeout)
+            dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=limit)
+            atexit.register(_leave)
         process_group = dist.group.WORLD
-    # What `new_group` gives to processes that are not in the group is no group.
-    if not hasattr(process_group, "rank"):
+    known = isinstance(process_group, dist.ProcessGroup)
+    if not known or dist.get_rank(process_group) < 0:
         raise ValueError(
             "process_group: expected a torch.distributed process group that this process is in, "
             f"got {process_group!r}"
@@ -46,7 +52,12 @@ def connect(process_group: Any, device_type: str, timeout: float) -> Parallel:
         return SINGLE
     from ddtree.parallel.group import Group
 
-    return Group(process_group, device_type, timeout, owned)
+    return Group(process_group, device_type, timeout, ARRIVAL * timeout)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def place(device: str | torch.device | None, several: bool = False) -> torch.device:

@@ -1,35 +1,39 @@
 """The ranks of a torch.distributed group: collectives on the device, messages between the hosts.
 
 What the hosts tell each other goes over a gloo group of its own, so that no host waits for its
-device to hear a plan. Waiting is polling: a rank that waits sees within half a second that another
-one has failed, takes Ctrl-C, and gives up after the timeout where the wait is part of a step.
+device to hear a plan. Waiting is polling: a rank that waits sees soon that another one has failed,
+takes Ctrl-C, and gives up after the timeout where the wait is part of a step.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import os
 import pickle
+import re
+import sys
 import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddtree.parallel.gloo import Gloo
 from ddtree.parallel.shards import Parallel
+from ddtree.parallel.watch import LostRankError, Watch
 
-FOREVER = timedelta(days=365)
-"""gloo's own limit of our groups: idle waits don't expire, others are watched here."""
+HEADER = 256
+"""Integers of a message that travel at once: kind, length, whether bytes, and the first of them."""
+LOOK_SECONDS = 0.5
+"""How often a waiting rank looks how the others are."""
+_made: Counter[str] = Counter()
+"""Groups that this process has made, by their ranks."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The newer name, and the one before."""
-HEADER = 256
-"""Integers of a message that travel at once: kind, bytes in all, and the first of them."""
-LOOK_SECONDS = 0.5
-"""How often a waiting rank looks whether another one has failed."""
-GRACE_SECONDS = 3.0
-"""How long a rank that has lost another one waits for somebody to say why."""
 
 
 class Group(Parallel):
@@ -37,57 +41,64 @@ class Group(Parallel):
 
     Args:
         timeout: seconds that a wait within a step may take.
-        owned: the default group was made for this engine, and goes with it.
+        arrival: seconds that ranks may construct their engines apart.
+
+    Raises:
+        LostRankError: not all ranks make their group.
     """
 
-    def __init__(self, process_group: Any, device_type: str, timeout: float, owned: bool = False):
+    def __init__(self, process_group: Any, device_type: str, timeout: float, arrival: float):
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.timeout = timeout
-        self._owned = owned
         self._calls = 0
-        ranks = dist.get_process_group_ranks(process_group)
-        self._host, self._device = (self._gloo(ranks), process_group)
-        if device_type == "cpu":
-            self._device = self._gloo(ranks)
-        elif "nccl" not in dist.get_backend(process_group):
-            self._device = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
-        self._polls = device_type == "cpu"
-        self._ranks = ranks
+        self._abandoned = False
+        members = "-".join(map(str, dist.get_process_group_ranks(process_group)))
+        _made[members] += 1
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"ddtree/{self._host.group_name}", store)
+        store = store.clone() if hasattr(store, "clone") else store
 
-    @staticmethod
-    def _gloo(ranks: list[int]) -> Any:
-        return dist.new_group(ranks, FOREVER, "gloo", use_local_synchronization=True)
+        def part(name: str) -> Any:
+            return dist.PrefixStore(f"ddtree/{members}/{_made[members]}/{name}", store)
+
+        self._watch = Watch(part("watch"), self.rank, self.size)
+        self._watch.arrive(arrival)
+        self._host = Gloo(part("host"), self.rank, self.size)
+        self._gloo = Gloo(part("device"), self.rank, self.size) if device_type == "cpu" else None
+        self._nccl = process_group
+        if device_type != "cpu" and "nccl" not in dist.get_backend(process_group):
+            ranks = dist.get_process_group_ranks(process_group)
+            self._nccl = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+        atexit.register(self._exit)
 
     # -- on the device ----------------------------------------------------------------------------
 
     def all_sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, in place."""
-        self._done(dist.all_reduce(x, dist.ReduceOp.SUM, self._device, async_op=self._polls))
-        return x
+        return self._all_reduce(x, dist.ReduceOp.SUM)
 
     def all_max(self, x: Tensor) -> Tensor:
         """The elementwise maximum of all ranks' `x`, in place."""
-        self._done(dist.all_reduce(x, dist.ReduceOp.MAX, self._device, async_op=self._polls))
+        return self._all_reduce(x, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, x: Tensor, operation: Any) -> Tensor:
+        if self._gloo is None:
+            dist.all_reduce(x, operation, self._nccl)
+        else:
+            self._finish(self._gloo.all_reduce(x, operation))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' `x [...]`, by rank: `[size, ...]`."""
         out = x.new_empty(self.size, *x.shape)
-        flat = out.view(self.size * x.shape[0], *x.shape[1:])
-        self._done(_all_gather(flat, x, self._device, async_op=self._polls))
+        if self._gloo is None:
+            _all_gather(out.view(self.size * x.shape[0], *x.shape[1:]), x, self._nccl)
+        else:
+            self._finish(self._gloo.all_gather(out.unbind(0), x))
         return out
-
-    def _done(self, work: Any) -> None:
-        """On CPU, wait for a collective; elsewhere it is queued like any other device work."""
-        if work is not None:
-            self._wait(work.is_completed, within_step=True)
-            self._finish(work)
 
     def wait_for(self, event: Any) -> None:
         """Block until the device work before a recorded CUDA event is done."""
-        self._wait(event.query, within_step=True)
+        self._wait(event.query)
 
     # -- on the host ------------------------------------------------------------------------------
 
@@ -98,7 +109,9 @@ class Group(Parallel):
             RuntimeError: on every rank: they make different calls, or with other arguments.
         """
         self._calls += 1
-        texts = (f"{self._calls} {call}", repr(arguments))
+        # Objects without a text of their own show where they lie, which is nobody else's matter.
+        said = re.sub(r"0x[0-9a-f]+", "", repr(arguments))
+        texts = (f"{self._calls} {call}", said)
         mine = [int.from_bytes(hashlib.sha256(t.encode()).digest()[:8], "big") >> 1 for t in texts]
         rows = self._gather(mine)
         for rank, theirs in enumerate(rows):
@@ -122,20 +135,20 @@ class Group(Parallel):
         message[:3] = torch.tensor((kind, size, binary))
         room = HEADER - 3
         message[3 : 3 + len(values)] = values[:room]
-        self._broadcast(message)
+        self._finish(self._host.broadcast(message))
         if len(values) > room:
-            self._broadcast(values[room:].contiguous())
+            self._finish(self._host.broadcast(values[room:].contiguous()))
 
     def receive(self) -> tuple[int, Sequence[int] | bytes]:
         """Wait for what rank 0 sends next, however long that takes."""
         message = torch.zeros(HEADER, dtype=torch.int64)
-        self._broadcast(message, within_step=False)
+        self._finish(self._host.broadcast(message), within_step=False)
         kind, size, binary = message[:3].tolist()
         count = -(-size // 8) if binary else size
         values, room = message[3 : 3 + count], HEADER - 3
         if count > room:
             rest = torch.zeros(count - room, dtype=torch.int64)
-            self._broadcast(rest)
+            self._finish(self._host.broadcast(rest))
             values = torch.cat((values, rest))
         return kind, values.numpy().tobytes()[:size] if binary else values.tolist()
 
@@ -165,19 +178,13 @@ class Group(Parallel):
         """The smallest of all ranks' `value`."""
         return min(values[0] for values in self._gather([value]))
 
-    def _broadcast(self, values: Tensor, within_step: bool = True) -> None:
-        work = dist.broadcast(values, self._ranks[0], self._host, async_op=True)
-        self._wait(work.is_completed, within_step)
-        self._finish(work)
-
     def _gather(self, values: list[int]) -> list[list[int]]:
         """All ranks' `values`, by rank, however long it takes until all are there."""
         mine = torch.tensor(values, dtype=torch.int64)
-        out = torch.zeros(self.size * len(values), dtype=torch.int64)
-        work = _all_gather(out, mine, self._host, async_op=True)
-        self._wait(work.is_completed, within_step=False)
-        self._finish(work)
-        return out.view(self.size, -1).tolist()
+        out = torch.zeros(self.size, len(values), dtype=torch.int64)
+        work = self._host.all_gather(out.unbind(0), mine)
+        self._finish(work, within_step=False, calling=True)
+        return out.tolist()
 
     # -- when something goes wrong ----------------------------------------------------------------
 
@@ -188,78 +195,55 @@ class Group(Parallel):
         lost = isinstance(error, LostRankError)
         what = str(error) if lost else f"{type(error).__name__}: {error}"
         self.failure = what if lost else f"rank {self.rank} failed: {what}"
-        # The first to say something is the one who knows.
-        self._try_store(lambda: self._store.compare_set("failure", "", self.failure))
-        if not self._polls and hasattr(self._device, "abort"):
+        self._watch.fail(self.failure)
+        if self._gloo is None and hasattr(self._nccl, "abort"):
             # Kernels that wait for a lost rank would keep the process from ending.
-            self._device.abort()
+            self._nccl.abort()
 
     def close(self) -> None:
         """Leave the group."""
-        if self._owned and dist.is_initialized() and not self.failure:
-            dist.destroy_process_group()
+        self._watch.leave()
 
-    def _wait(self, ready: Any, within_step: bool) -> None:
+    def _exit(self) -> None:
+        """End the process at once where gloo's threads wait for a lost rank, and would for ever."""
+        if self._abandoned:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _finish(self, work: Any, within_step: bool = True, calling: bool = False) -> None:
+        """Wait for a collective of the hosts, or of CPU devices."""
+        try:
+            self._wait(work.is_completed, within_step, calling)
+            work.wait()
+        except LostRankError:
+            self._abandoned = True
+            raise
+        except RuntimeError as error:
+            raise LostRankError(f"the group is broken{self._watch.missing()} ({error})") from error
+        except BaseException:
+            self._abandoned = True
+            raise
+
+    def _wait(
+        self, ready: Callable[[], bool], within_step: bool = True, calling: bool = False
+    ) -> None:
         """Poll until `ready()`.
 
         Raises:
-            LostRankError: another rank has failed, or within a step the timeout has passed.
+            LostRankError: another rank has failed or gone, or within a step the timeout passed.
         """
         started = looked = time.monotonic()
         pause = 0.0
         while not ready():
             now = time.monotonic()
             if now - looked > LOOK_SECONDS:
-                looked = now
-                self._look()
+                self._watch.look(calling)
+                looked = time.monotonic()
             if within_step and now - started > self.timeout:
-                missing = self._missing()
+                missing = self._watch.missing()
                 raise LostRankError(
                     f"no answer within {self.timeout:g} s (timeout) during a step{missing}"
                 )
             time.sleep(pause)
             pause = min(pause + 2e-5, 1e-3)
-
-    def _finish(self, work: Any) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise LostRankError(f"the group is broken{self._missing()}: {error}") from error
-
-    def _look(self) -> None:
-        """Raise what another rank has failed with, if one has; answer one that looks for us."""
-        if self._try_store(lambda: self._store.check(["failure"])):
-            cause = self._try_store(lambda: self._store.get("failure"))
-            raise LostRankError(cause.decode() if cause else "another rank failed")
-        if self._try_store(lambda: self._store.check(["alarm"])):
-            self._answer()
-
-    def _answer(self) -> None:
-        self._try_store(lambda: self._store.set(f"here/{self.rank}", "1"))
-
-    def _missing(self) -> str:
-        """Which ranks give no sign of life, for the end of a sentence; or raise what failed."""
-        self._try_store(lambda: self._store.set("alarm", "1"))
-        self._answer()
-        until = time.monotonic() + GRACE_SECONDS
-        gone = list(range(self.size))
-        while gone and time.monotonic() < until:
-            time.sleep(0.1)
-            self._look()
-            keys = [(rank, f"here/{rank}") for rank in gone]
-            gone = [
-                r for r, key in keys if not self._try_store(lambda k=key: self._store.check([k]))
-            ]
-        names = ", ".join(map(str, gone))
-        return f"; no sign of life from rank {names}" if 0 < len(gone) < self.size else ""
-
-    def _try_store(self, ask: Any) -> Any:
-        """What the store says; None where it is gone with the rank that kept it."""
-        try:
-            return ask()
-        except (RuntimeError, ValueError):
-            return None
-
-
-class LostRankError(RuntimeError):
-    """Another rank of the group has failed, is gone, or does not answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ class Calls:
 
     def __init__(self, parallel: Parallel, loop: Loop):
         self.parallel, self.loop = parallel, loop
+        self._busy = threading.Lock()
         self.leads = parallel.rank == 0
         if parallel.size > 1 and self.leads:
             loop.announce = self._announce
@@ -43,11 +45,22 @@ class Calls:
         Raises:
             RuntimeError: they are not, or the group is broken.
         """
-        parallel = self.parallel
-        if parallel.size == 1:
+        if self.parallel.size == 1:
             return work()
-        if parallel.failure:
-            raise RuntimeError(f"the ranks of this engine have ended: {parallel.failure}")
+        if self.parallel.failure:
+            raise RuntimeError(f"the ranks of this engine have ended: {self.parallel.failure}")
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"{name}: another thread is in a call of this engine; on several ranks calls must "
+                "come one after the other, in the same order everywhere"
+            )
+        try:
+            return self._together(name, arguments, work)
+        finally:
+            self._busy.release()
+
+    def _together(self, name: str, arguments: Any, work: Callable[[], T]) -> T:
+        parallel = self.parallel
         try:
             parallel.begin(name, arguments)
             if not self.leads:
