@@ -203,9 +203,7 @@ class Engine:
         opened: list[Request] = []  # stays empty on ranks that follow
 
         def work() -> None:
-            opened.append(
-                self._request("prompt", single_prompt(prompt), split_params(params, 1)[0])
-            )
+            opened.append(self._request("prompt", single_prompt(prompt), *split_params(params, 1)))
 
         self._calls.run("stream", (prompt, params), work)
         self._streams += 1
