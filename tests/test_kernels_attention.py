@@ -333,9 +333,18 @@ def test_the_op_s_schema_and_fake():
 
 BAD = {
     "block_table": {"table": torch.zeros(3, 2, dtype=torch.int64)},
+    "block_table, float": {"table": torch.zeros(2, 2)},
+    "block_table, short": {"table": torch.zeros(2, 0, dtype=torch.int64)},
+    "block_table, strided": {"table": torch.zeros(2, 4, dtype=torch.int64)[:, ::2]},
+    "prefix_len": {"prefix": torch.zeros(2)},
+    "words": {"kind": "tree", "words": torch.zeros(2, 2, 1, dtype=torch.int64)},
+    "words, bool": {"kind": "tree", "words": torch.zeros(2, 3, 1, dtype=torch.bool)},
+    "words, none": {"kind": "tree"},
+    "page_size": {"page": 12},
+    "views": {"window": -1},
     "kv_layer": {"kv": torch.zeros(64, 2, 2, 64, dtype=torch.float16)},
     "q": {"q": torch.zeros(2, 3, 64, 4).transpose(2, 3)},
-    "kind": {"kind": "sideways"},
+    "views, kind": {"kind": "sideways"},
 }
 
 
@@ -345,23 +354,27 @@ def test_what_does_not_fit_is_named(name):
         "q": torch.zeros(2, 3, 4, 64),
         "kv": torch.zeros(64, 2, 2, 64),
         "table": torch.zeros(2, 2, dtype=torch.int64),
+        "prefix": torch.zeros(2, dtype=torch.int64),
+        "words": None,
+        "page": 16,
         "kind": "causal",
+        "window": 0,
     } | BAD.get(name, {})
+    name = name.split(",")[0]
     if name == "heads":
         name, given["kv"] = "kv_layer", torch.zeros(64, 2, 3, 64)
     elif name == "size":
         name, given["q"], given["kv"] = "q", torch.zeros(2, 3, 4, 20), torch.zeros(64, 2, 2, 20)
     elif name == "bfloat16":
         name, given["q"], given["kv"] = "q", given["q"].bfloat16(), given["kv"].bfloat16()
-    prefix = torch.zeros(2, dtype=torch.int64)
+    q, kv, table, prefix, words, *rest = given.values()
+    page, kind, window = rest
     with pytest.raises(ValueError, match=f"^{name}: "):
-        paged_attention(
-            given["q"], given["kv"], given["table"], prefix, None, 16, given["kind"], 0, 1.0, 132
-        )
+        paged_attention(q, kv, table, prefix, words, page, kind, window, 1.0, 132)
 
 
 def test_plans_are_checked():
-    table, prefix = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    table, prefix = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     words = torch.zeros(2, 65, 2, dtype=torch.int64)
     check_plan(PagedPlan(table, prefix, words, 65, 16, (CAUSAL, TREE)))
     for name, plan in {

@@ -118,6 +118,22 @@ def test_shapes_without_running():
 X, ANGLES, WEIGHT = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 1, 16), torch.zeros(16)
 
 
+@interpreted
+def test_rows_that_are_one_row_in_memory():
+    """Expanded inputs have a stride of 0, which is a stride like any other."""
+    ops = TorchOps(torch.device("cpu"))
+    x = torch.randn(1, 3, 4, 8, generator=torch.Generator().manual_seed(1)).expand(2, 3, 4, 8)
+    y = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(2)).expand(2, 3, 4, 8)
+    for given in (x, y):
+        weight = torch.rand(8) + 0.5
+        try:
+            found = rms_norm(given, weight, 1e-6)
+        except ValueError:
+            assert given is x
+            continue
+        assert torch.allclose(found, ops.rms_norm(given, weight, 1e-6), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [

@@ -180,23 +180,43 @@ def test_what_does_not_fit_is_named():
     pool, slots = randn(1, 20, 2, 2, 64), torch.tensor([[3, 4]])
     kv, heads, weight = randn(1, 2, 2, 2, 64), randn(1, 2, 1, 7, 64), randn(64)
     cos, sin = angles(1, 2, 64)
+    wide = randn(128)
     calls = {
         "kv": [
             lambda: write_kv(pool[0], slots[:, :1], kv),
             lambda: write_kv(pool[0], slots, kv.transpose(2, 3)),
             lambda: move_kv(pool[:, ::2], slots[0], slots[0]),
             lambda: rotate_and_write(heads, cos, sin, None, None, 0.0, slots, pool[..., :32]),
+            lambda: move_kv(pool.double(), slots[0], slots[0]),
+            lambda: move_kv(pool.char(), slots[0], slots[0]),
         ],
         "kv_layer": [lambda: write_kv(pool[0].half(), slots, kv)],
-        "source": [lambda: move_kv(pool, slots[0, :1], slots[0])],
+        "source": [
+            lambda: move_kv(pool, slots[0, :1], slots[0]),
+            lambda: move_kv(pool, slots.expand(2, 2)[:, 0], slots[0]),
+            lambda: move_kv(pool, slots[0].int(), slots[0]),
+        ],
+        "target": [lambda: move_kv(pool, slots[0], slots[0].float())],
         "heads": [
             lambda: rotate_and_write(heads[:, :, :, :3], cos, sin, None, None, 0.0, slots, pool)
         ],
-        "cos": [lambda: rotate_and_write(heads, cos[:, :1], sin, None, None, 0.0, slots, pool)],
-        "slots": [lambda: rotate_and_write(heads, cos, sin, None, None, 0.0, slots[:, :1], pool)],
-        "q_weight": [lambda: rotate_and_write(heads, cos, sin, None, weight, 0.0, slots, pool)],
+        "cos": [
+            lambda: rotate_and_write(heads, cos[:, :1], sin, None, None, 0.0, slots, pool),
+            lambda: rotate_and_write(heads, cos.half(), sin, None, None, 0.0, slots, pool),
+        ],
+        "slots": [
+            lambda: rotate_and_write(heads, cos, sin, None, None, 0.0, slots[:, :1], pool),
+            lambda: rotate_and_write(heads, cos, sin, None, None, 0.0, slots.float(), pool),
+            lambda: write_kv(pool[0], slots.int(), kv),
+        ],
+        "q_weight": [
+            lambda: rotate_and_write(heads, cos, sin, None, weight, 0.0, slots, pool),
+            lambda: rotate_and_write(heads, cos, sin, weight[:3], weight, 0.0, slots, pool),
+            lambda: rotate_and_write(heads, cos, sin, wide[::2], weight, 0.0, slots, pool),
+        ],
         "k_weight": [
-            lambda: rotate_and_write(heads, cos, sin, weight, weight[:9], 0.0, slots, pool)
+            lambda: rotate_and_write(heads, cos, sin, weight, weight[:9], 0.0, slots, pool),
+            lambda: rotate_and_write(heads, cos, sin, weight, weight.half(), 0.0, slots, pool),
         ],
     }
     for name, attempts in calls.items():

@@ -284,6 +284,23 @@ def test_candidates_with_ties_and_of_rows_in_many_parts():
     candidates.MERGED = 8192
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -1, -0x400000])
+@pytest.mark.parametrize("places", [[0], [7], list(range(40))])
+@interpreted
+def test_nan_is_no_candidate(bits, places):
+    """Neither an endless search nor an id beyond the vocabulary, whatever the NaN's bits."""
+    logits = make_logits(1, 2, 40)
+    logits.view(torch.int32)[0, 0, places] = bits
+    seeds, positions = torch.tensor([3]), torch.tensor([[5, 6]])
+    ones = torch.ones(2)
+    for drawn in ((), (seeds, positions, ones, ones)):
+        ids, _ = rank_candidates(logits, torch.tensor([0.9]), 4, *drawn)
+        assert int(ids.min()) >= 0 and int(ids.max()) < 40
+        assert ids[0, 0].unique().numel() == 4
+        if len(places) == 1:
+            assert not set(places) & set(ids[0, 0].tolist())
+
+
 @interpreted
 def test_candidates_in_half_precision():
     logits = make_logits(1, 2, 300).half()

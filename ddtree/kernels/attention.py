@@ -9,6 +9,9 @@ from ddtree.kernels.checks import power_of_two
 from ddtree.kernels.lazy import Arg, constexpr, kernel, tl
 from ddtree.kernels.paged_plan import (
     KINDS,
+    PagedPlan,
+    check_attention,
+    check_plan,
     chip_of,
     choose_splits,
     choose_tile,
@@ -266,8 +269,11 @@ def paged_attention(
     Raises:
         ValueError: an argument is not as described.
     """
-    _check(q, kv_layer, block_table, kind, words)
+    check_attention(q, kv_layer)
     batch, tokens, heads, dim = q.shape
+    if block_table.shape[0] != batch:
+        raise ValueError(f"block_table: expected {batch} rows, got {block_table.shape[0]}")
+    check_plan(PagedPlan(block_table, prefix_len, words, tokens, page_size, ((kind, window),)))
     kv_heads = kv_layer.shape[2]
     group = heads // kv_heads
     tile = choose_tile(tokens * group, dim, q.element_size(), chip_of(q.device))
@@ -321,26 +327,3 @@ def paged_attention(
 @paged_attention.register_fake
 def _(q: Tensor, *args: Tensor | int | str | float | None) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _check(
-    q: Tensor, kv_layer: Tensor, block_table: Tensor, kind: str, words: Tensor | None
-) -> None:
-    if q.dim() != 4 or q.stride(3) != 1 or q.stride(2) != q.shape[3]:
-        raise ValueError(f"q: expected [B, T, Hq, D] with contiguous heads, got {tuple(q.shape)}")
-    dim = q.shape[3]
-    if dim % 8 or not 16 <= dim <= 256:
-        raise ValueError(f"q: expected a head size of 16, 24, ... 256, got {dim}")
-    kv_heads = kv_layer.shape[2]
-    if not kv_layer.is_contiguous() or kv_layer.shape[1:] != (2, kv_heads, dim):
-        raise ValueError(f"kv_layer: expected contiguous [slots, 2, Hkv, {dim}]")
-    if kv_layer.dtype != q.dtype or q.shape[2] % kv_heads:
-        raise ValueError(f"kv_layer: {kv_heads} heads of {kv_layer.dtype} do not fit q's")
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"q: expected float32, float16 or bfloat16, got {q.dtype}")
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        raise ValueError("q: Triton's interpreter does not compute in bfloat16")
-    if block_table.shape[0] != q.shape[0]:
-        raise ValueError(f"block_table: expected {q.shape[0]} rows, got {block_table.shape[0]}")
-    if kind not in KINDS or (kind == "tree" and (words is None or words.stride(-1) != 1)):
-        raise ValueError(f"kind: {kind!r} is unknown, or lacks its words")

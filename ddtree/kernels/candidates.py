@@ -59,7 +59,7 @@ def _part(
     part = row * tl.num_programs(1) + tl.program_id(1)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * vocab + ids, mask=ids < vocab, other=float("-inf"))
-    x = x.to(tl.float32)
+    x = tl.where(x == x, x.to(tl.float32), float("-inf"))  # NaN has no place in an order
     divisor = 1.0
     if TEMPERED:
         divisor = _divisor(tl.load(temperature + row // depths), coldest)

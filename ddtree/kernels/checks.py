@@ -38,16 +38,16 @@ def outer_stride(name: str, x: Tensor) -> int:
     """
     last = x.shape[-2:].numel()
     packed = x.stride(-1) == 1 and (x.dim() < 2 or x.shape[-2] == 1 or x.stride(-2) == x.shape[-1])
-    stride, reach = 0, 0
+    stride, reach = None, 0
     for i in reversed(range(x.dim() - 2)):
         if x.shape[i] == 1:
             continue
-        packed = packed and (not stride or x.stride(i) == reach)
-        stride = stride or x.stride(i)
+        packed = packed and (stride is None or x.stride(i) == reach)
+        stride = x.stride(i) if stride is None else stride
         reach = x.stride(i) * x.shape[i]
     if x.dtype not in FLOATS or not packed:
         raise ValueError(f"{name}: expected floats, rows packed and even, got {describe(x)}")
-    return stride or last
+    return last if stride is None else stride
 
 
 def power_of_two(size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ddtree.kernels.checks import power_of_two
+from ddtree.kernels.checks import FLOATS, check, power_of_two
 from ddtree.kernels.lazy import Arg, constexpr, kernel, tl
 
 MOVE_ELEMENTS = 8192
@@ -168,8 +168,8 @@ def write_kv(kv_layer: Tensor, slots: Tensor, kv: Tensor) -> None:
         raise ValueError(f"kv_layer: expected contiguous [slots, 2, Hkv, D] of {kv.dtype}")
     if kv.shape != (*slots.shape, *kv_layer.shape[1:]):
         raise ValueError(f"kv: {tuple(kv.shape)} does not fit {tuple(slots.shape)} slots")
-    if slots.stride(1) != 1:
-        raise ValueError("slots: expected contiguous rows")
+    if slots.stride(1) != 1 or slots.dtype != torch.int64:
+        raise ValueError("slots: expected int64 with contiguous rows")
     if not kv.shape[1] or not kv[0, 0].is_contiguous():
         raise ValueError("kv: expected at least a token, its keys and values side by side")
     block = min(power_of_two(slot), WRITE_ELEMENTS)
@@ -203,10 +203,12 @@ def move_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
         ValueError: an argument is not as described, or n is more than `MAX_MOVED`.
     """
     count, slot = source.numel(), kv[0, 0].numel()
-    if not kv.is_contiguous():
-        raise ValueError("kv: expected contiguous [layers, slots, 2, Hkv, D]")
+    if not kv.is_contiguous() or kv.element_size() not in (2, 4):
+        raise ValueError("kv: expected contiguous [layers, slots, 2, Hkv, D], 2 or 4 bytes each")
     if source.shape != target.shape or count > MAX_MOVED:
         raise ValueError(f"source: expected as many as targets, at most {MAX_MOVED}, got {count}")
+    for name, rows in (("source", source), ("target", target)):
+        check(name, rows, (count,), torch.int64)
     if not count:
         return
     block_r = power_of_two(count)
@@ -261,13 +263,16 @@ def rotate_and_write(
         raise ValueError("heads: expected the layers' heads side by side")
     if heads.stride()[3:] != (dim, 1):
         raise ValueError("heads: expected contiguous heads")
+    if heads.dtype not in FLOATS:
+        raise ValueError(f"heads: expected floats, got {heads.dtype}")
     for name, angle in (("cos", cos), ("sin", sin)):
-        if angle.shape != (batch, tokens, 1, dim) or not angle.is_contiguous():
-            raise ValueError(f"{name}: expected contiguous [{batch}, {tokens}, 1, {dim}]")
-    if slots.shape != (batch, tokens) or slots.stride(1) != 1:
-        raise ValueError(f"slots: expected [{batch}, {tokens}] with contiguous rows")
-    if k_weight is not None and k_weight.numel() != layers * dim:
-        raise ValueError(f"k_weight: expected [{layers}, {dim}]")
+        check(name, angle, (batch, tokens, 1, dim), torch.float32)
+    if slots.shape != (batch, tokens) or slots.stride(1) != 1 or slots.dtype != torch.int64:
+        raise ValueError(f"slots: expected int64 [{batch}, {tokens}] with contiguous rows")
+    if q_weight is not None:
+        check("q_weight", q_weight, (dim,), heads.dtype)
+    if k_weight is not None:
+        check("k_weight", k_weight.view(layers, -1), (layers, dim), heads.dtype)
     if (q_weight is None) != (k_weight is None or not q_heads):
         raise ValueError("q_weight: expected together with k_weight, where there are queries")
     out = torch.empty((batch, tokens, q_heads, dim), dtype=heads.dtype, device=heads.device)

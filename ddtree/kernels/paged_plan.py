@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddtree.kernels.checks import power_of_two
+from ddtree.kernels.checks import FLOATS, describe, power_of_two
 from ddtree.kernels.reference import View
 
 KINDS = {"causal": 0, "full": 1, "tree": 2}
 """The kinds of views, as the kernels number them."""
+INTEGERS = (torch.int32, torch.int64)
 MAX_SPLITS = 32
 MERGE_ELEMENTS = 4096
 """Partial results that one program of the merge holds in registers."""
@@ -110,10 +111,14 @@ class PagedPlan:
 def check_plan(plan: PagedPlan) -> None:
     """Raise a ValueError that names what no kernel here can take."""
     table, prefix, words = plan.block_table, plan.prefix_len, plan.words
-    if table.dim() != 2 or table.stride(1) != 1:
-        raise ValueError(f"block_table: expected [B, P] with contiguous rows, got {table.shape}")
-    if prefix.shape != table.shape[:1]:
-        raise ValueError(f"prefix_len: expected [{table.shape[0]}], got {tuple(prefix.shape)}")
+    if table.dim() != 2 or table.stride(1) != 1 or table.dtype not in INTEGERS:
+        raise ValueError(
+            f"block_table: expected integers [B, P], rows contiguous, got {describe(table)}"
+        )
+    if prefix.shape != table.shape[:1] or prefix.dtype not in INTEGERS:
+        raise ValueError(
+            f"prefix_len: expected integers [{table.shape[0]}], got {describe(prefix)}"
+        )
     if plan.page_size < 1 or plan.page_size & (plan.page_size - 1):
         raise ValueError(f"page_size: expected a power of two, got {plan.page_size}")
     for kind, window in plan.views:
@@ -121,5 +126,32 @@ def check_plan(plan: PagedPlan) -> None:
             raise ValueError(f"views: {kind!r} with a window of {window} is unknown")
         if kind == "tree":
             want = (table.shape[0], plan.num_tokens, -(-plan.num_tokens // 64))
-            if words is None or words.shape != want or words.dtype != torch.int64:
+            known = words is not None and words.shape == want and words.dtype == torch.int64
+            if not known or (words is not None and words.stride(-1) != 1):
                 raise ValueError(f'words: expected int64 {list(want)} for a "tree" view')
+    if plan.num_tokens > table.shape[1] * plan.page_size:
+        raise ValueError(
+            f"block_table: {table.shape[1]} pages of {plan.page_size} have no room for "
+            f"{plan.num_tokens} tokens"
+        )
+    # Rows times heads go to the second dimension of a grid.
+    if table.shape[0] > 4096:
+        raise ValueError(f"block_table: at most 4096 rows, got {table.shape[0]}")
+
+
+def check_attention(q: Tensor, kv_layer: Tensor) -> None:
+    """Raise a ValueError unless the attention kernel can take queries and keys of this kind."""
+    if q.dim() != 4 or q.stride(3) != 1 or q.stride(2) != q.shape[3]:
+        raise ValueError(f"q: expected [B, T, Hq, D] with contiguous heads, got {tuple(q.shape)}")
+    dim = q.shape[3]
+    if dim % 8 or not 16 <= dim <= 256:
+        raise ValueError(f"q: expected a head size of 16, 24, ... 256, got {dim}")
+    kv_heads = kv_layer.shape[2]
+    if not kv_layer.is_contiguous() or kv_layer.shape[1:] != (2, kv_heads, dim):
+        raise ValueError(f"kv_layer: expected contiguous [slots, 2, Hkv, {dim}]")
+    if kv_layer.dtype != q.dtype or q.shape[2] % kv_heads:
+        raise ValueError(f"kv_layer: {kv_heads} heads of {kv_layer.dtype} do not fit q's")
+    if q.dtype not in FLOATS:
+        raise ValueError(f"q: expected float32, float16 or bfloat16, got {q.dtype}")
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        raise ValueError("q: Triton's interpreter does not compute in bfloat16")

@@ -66,7 +66,7 @@ def place(device: str | torch.device | None, several: bool = False) -> torch.dev
     Args:
         device: what the user asked for; None: CUDA where there is a device, else the CPU.
         several: whether it is one of several ranks: then "cuda" is the device of torchrun's local
-            rank, and becomes the process's current device.
+            rank. A CUDA device becomes the process's current one: kernels are launched there.
 
     Raises:
         ValueError: there is no such device here.
@@ -81,9 +81,10 @@ def place(device: str | torch.device | None, several: bool = False) -> torch.dev
         raise ValueError(f'device: expected "cpu" or "cuda", got {device}')
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} was asked for, but there is no CUDA device here")
-    if device.type == "cuda" and several:
-        if device == torch.device("cuda"):
+    if device.type == "cuda":
+        if several and device == torch.device("cuda"):
             local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
             device = torch.device("cuda", local % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+        if device != torch.device("cuda"):
+            torch.cuda.set_device(device)
     return device
