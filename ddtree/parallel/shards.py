@@ -114,8 +114,8 @@ class Parallel:
         """Tell all other ranks something; rank 0 only."""
 
     def receive(self) -> tuple[int, Sequence[int] | bytes]:
-        """Wait for what rank 0 sends next, however long that takes."""
-        raise NotImplementedError
+        """Wait for what rank 0 sends next, however long that takes; others than rank 0 only."""
+        raise RuntimeError("a group of one rank has nobody to listen to")
 
     def agree(self, values: dict[str, Any]) -> None:
         """See that all ranks have the same `values`.
