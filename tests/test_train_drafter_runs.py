@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -58,49 +59,49 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return {"step": torch.tensor(state["progress"]["step"]), **state["model"], **state["ema"]}
 
 
-def train_apart(work: Path, target: Path, name: str, options: TrainOptions):
-    """Train in a process of its own, which can be killed.
+def train_until_killed(job: RunOptions, options: TrainOptions, call: str, count: int) -> None:
+    """Train, and die of SIGKILL at the `count`-th call: of a training step, before a checkpoint is
+    flushed ("fsync"), or when the one before is put aside and the new one not yet in place."""
+    calls = itertools.count(1)
 
-    It is forked from a small server: a whole test session's memory may not be had twice.
-    """
-    job = RunOptions(work, name, target)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([start.__module__])
-    process = context.Process(target=start, args=(job, options))
-    process.start()
-    return process
+    def deadly(real, counts=lambda *args: True):
+        def wrapper(*args):
+            if counts(*args) and next(calls) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        return wrapper
+
+    if call == "step":
+        train.Trainer.step = deadly(train.Trainer.step)
+    elif call == "fsync":
+        os.fsync = deadly(os.fsync)
+    else:
+        os.replace = deadly(os.replace, lambda _, to: Path(to).name == checkpoint.NAMES[0])
+    start(job, options)
 
 
 def test_a_killed_run_ends_like_one_that_was_never_killed(tmp_path):
     target = fixtures.tiny_target()
     make_work(tmp_path, target)
     options = TrainOptions(
-        steps=60, batch=4, anchors=8, warmup=5, save_seconds=0.2, eval_seconds=1.0, eval_tokens=8
+        steps=60, batch=4, anchors=8, warmup=5, save_seconds=0.0, eval_seconds=1.0, eval_tokens=8
     )
     whole = make_run(tmp_path, target, options, "whole")
     start(RunOptions(tmp_path, "whole", target), options)
     killed = make_run(tmp_path, target, options, "killed")
-    kills, deadline = 0, time.monotonic() + 60
-    while time.monotonic() < deadline:
-        process = train_apart(tmp_path, target, "killed", options)
-        began = time.monotonic()
-        if kills < 3:
-            before = checkpoint.load_state(killed)
-            step = before["progress"]["step"] if before else -1
-            while process.is_alive() and time.monotonic() < began + 20:
-                now = checkpoint.load_state(killed)
-                if now and now["progress"]["step"] >= step + 14:
-                    break
-                time.sleep(0.02)
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
-                kills += 1
-                process.join()
-                continue
+    job = RunOptions(tmp_path, "killed", target)
+    # Forked from a small server: a whole test session's memory may not be had twice.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([start.__module__])
+    for call, count, left in (("step", 18, 17), ("fsync", 13, 29), ("replace", 12, 40)):
+        process = context.Process(target=train_until_killed, args=(job, options, call, count))
+        process.start()
         process.join()
-        assert process.exitcode == 0
-        break
-    assert kills == 3
+        assert process.exitcode == -signal.SIGKILL
+        state = checkpoint.load_state(killed)
+        assert state is not None and state["progress"]["step"] == left
+    start(job, options)
     expected, found = weights_of(whole), weights_of(killed)
     assert int(found["step"]) == 60 and expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
