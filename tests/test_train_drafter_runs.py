@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fixtures
 import numpy as np
@@ -192,6 +193,22 @@ def test_corpus_is_the_engines_own_output_and_resumes(tmp_path, monkeypatch):
         paths[1].unlink()
         generate.make_corpus(engine, asked, tmp_path, options, quiet)
         assert {path.name: path.read_bytes() for path in data.shard_paths(tmp_path)} == contents
+
+
+def test_corpus_begins_no_shard_that_would_end_too_late(tmp_path, monkeypatch):
+    clock = [0.0]
+
+    def answer(engine, chunk, options, index):
+        clock[0] += 25.0
+        tokens = np.random.default_rng(index).integers(3, 98, 40)
+        return [data.Sequence(tokens, 6, 0.0)], 34
+
+    monkeypatch.setattr(generate, "_answer", answer)
+    monkeypatch.setattr(generate, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for minutes, shards in ((0.1, 1), (1.0, 3), (0.0, 4)):
+        options = generate.CorpusOptions("c", shard_prompts=2, minutes=minutes)
+        generate.make_corpus(None, ["a prompt"] * 8, tmp_path, options, lambda text: None)
+        assert len(data.shard_paths(tmp_path)) == shards
 
 
 def test_processes_end_together_whatever_time_each_has_spent(tmp_path, monkeypatch):

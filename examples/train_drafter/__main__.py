@@ -1,4 +1,4 @@
-"""The command line: `python -m examples.train_drafter {corpus,features,train,evaluate} ...`."""
+"""The command line: `python -m examples.train_drafter STAGE ...`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def parser() -> argparse.ArgumentParser:
     corpus.add_argument("--max-new-tokens", type=int, default=256)
     corpus.add_argument("--shard-prompts", type=int, default=64)
     corpus.add_argument("--batch-size", type=int, default=32, help="answers at the same time")
-    corpus.add_argument("--minutes", type=float, default=0.0, help="stop after so long (0: never)")
+    corpus.add_argument(
+        "--minutes", type=float, default=0.0, help="begin no shard that would end later (0: all)"
+    )
     corpus.add_argument("--seed", type=int, default=0)
 
     features = command("features", "compute the target's features of every shard that has none")

@@ -28,7 +28,7 @@ class CorpusOptions:
     max_new_tokens: int = 256
     shard_prompts: int = 64
     seed: int = 0
-    minutes: float = 0.0  # stop after so long; 0 = when the prompts are through
+    minutes: float = 0.0  # no shard that would end later; 0 = until the prompts are through
     self_instruct: int = 0  # prompts that the target writes itself
 
 
@@ -86,25 +86,25 @@ def make_corpus(
     for name, sequences in readable_shards(work, say):
         keep.remember(sequences)
         names.add(name)
-    began, generated = time.monotonic(), 0
+    began, seconds, longest, generated = time.monotonic(), 0.0, 0.0, 0
     size = options.shard_prompts
     chunks = [plan[i : i + size] for i in range(0, len(plan), size)]
     left = [i for i in range(len(chunks)) if f"{options.name}-{i:04d}" not in names]
     for done, index in enumerate(left):
-        if options.minutes and time.monotonic() - began > 60 * options.minutes:
+        if options.minutes and seconds + longest > 60 * options.minutes:
             break
         sequences, count = _answer(engine, chunks[index], options, index)
         generated += count
         kept = [s for s in map(keep, sequences) if s is not None]
         if kept:
             write_shard(work / "corpus" / f"{options.name}-{index:04d}.npz", kept)
-        seconds = time.monotonic() - began
+        before, seconds = seconds, time.monotonic() - began
+        longest = max(longest, seconds - before)
         say(
             f"corpus {options.name}-{index:04d}: {len(kept)} of {len(sequences)} kept, "
             f"{generated / seconds:.0f} tok/s, about "
             f"{seconds / (done + 1) * (len(left) - done - 1) / 60:.0f} min left"
         )
-    seconds = time.monotonic() - began
     return {**keep.counts, "tokens/s": round(generated / max(seconds, 1e-9), 1)}
 
 
