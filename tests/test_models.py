@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ddtree.config import RopeConfig, load_target_config
 from ddtree.kernels import get_ops
-from ddtree.kernels.reference import NULL_PAGE, PACKED_ROWS_MAX
+from ddtree.kernels.reference import NULL_PAGE, PACKED_ROWS_MAX, SPREAD_ROWS_MAX
 from ddtree.models.layers import ROPE_MARGIN, rope_frequencies
 from ddtree.models.registry import TARGETS, build_target
 from ddtree.runtime.pages import RESERVED_PAGES
@@ -175,10 +175,15 @@ def test_a_tree_forward_sees_the_path_of_each_node():
         (("causal", 0), 1),
         (("causal", 0), 5),
         (("causal", 3), 1),
+        (("causal", 0), SPREAD_ROWS_MAX + 6),
+        (("causal", 3), SPREAD_ROWS_MAX + 6),
         (("causal", 0), PACKED_ROWS_MAX + 6),
         (("full", 0), 6),
+        (("full", 0), SPREAD_ROWS_MAX + 6),
         (("full", 4), 6),
         (("tree", 0), 7),
+        (("tree", 0), SPREAD_ROWS_MAX + 6),
+        (("tree", 0), PACKED_ROWS_MAX - 1),
     ],
 )
 @pytest.mark.parametrize("prefix", [0, 1, 10, 16])
@@ -190,7 +195,12 @@ def test_attention_over_pages(view, count, prefix, dims):
     keys, page, pages = prefix + count, 4, 24
     q = torch.randn(1, count, heads, dim, generator=generator)
     kv = torch.randn(keys, 2, kv_heads, dim, generator=generator)
-    words = torch.tensor([[[1], [3], [5], [11], [21], [53], [85]]]) if kind == "tree" else None
+    words = None
+    if kind == "tree":
+        bits = [1]
+        for node in range(1, count):
+            bits.append(1 << node | bits[(node - 1) // 2])
+        words = torch.tensor(bits).view(1, count, 1)
     own, query = torch.arange(keys) - prefix, torch.arange(count)[:, None]
     seen = own <= query if kind == "causal" else torch.ones(count, keys, dtype=torch.bool)
     if words is not None:

@@ -21,6 +21,9 @@ NULL_PAGE = 1
 """Page that is never written: unused key positions read its zeros."""
 PACKED_ROWS_MAX = 64
 """Query tokens up to which the heads of a group are packed into one row tile."""
+SPREAD_ROWS_MAX = 12
+"""Query tokens up to which, on CPU, a tile per head is faster again: there are more of them for the
+threads. A single token is too little for that."""
 
 
 @dataclass
@@ -45,7 +48,7 @@ class AttentionPlan:
         return kv.narrow(1, start, keys), slots - start
 
     def bias(self, view: View, group: int, dtype: torch.dtype) -> Tensor | None:
-        """The view's mask `[B, 1, T * G, S]` as a bias, for rows that hold a group's G heads."""
+        """The view's mask `[B, 1, T * G, S]` as a bias, for rows that hold G = `group` heads."""
         mask = self.masks[view]
         if mask is None or (view, group) in self.packed:
             return self.packed.get((view, group))
@@ -210,19 +213,23 @@ class TorchOps:
         group = heads // kv_heads
         pairs = kv_layer if plan.index is None else kv_layer.index_select(0, plan.index)
         k, v = pairs.view(batch, -1, 2 * kv_heads, dim).transpose(1, 2).split(kv_heads, 1)
-        if tokens > PACKED_ROWS_MAX:
-            mask = plan.masks[view]
-            mask = None if mask is None else mask[:, None]
+        tile = self.tile_heads(tokens, group)
+        bias = plan.bias(view, tile, q.dtype)
+        if tile == 1:
             out = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k, v, mask, scale=scale, enable_gqa=group > 1
+                q.transpose(1, 2), k, v, bias, scale=scale, enable_gqa=group > 1
             )
             return out.transpose(1, 2)
-        bias = plan.bias(view, group, q.dtype)
         rows = q.view(batch, tokens, kv_heads, group, dim).transpose(1, 2)
         rows = rows.reshape(batch, kv_heads, tokens * group, dim)
         out = F.scaled_dot_product_attention(rows, k, v, bias, scale=scale)
         out = out.view(batch, kv_heads, tokens, group, dim).transpose(1, 2)
         return out.reshape(batch, tokens, heads, dim)
+
+    def tile_heads(self, tokens: int, group: int) -> int:
+        """How many of the G = `group` heads of a key head attend as rows of one tile: all, or 1."""
+        spread = self.device.type == "cpu" and 1 < tokens <= SPREAD_ROWS_MAX
+        return 1 if spread or tokens > PACKED_ROWS_MAX else group
 
     # -- KV pages -----------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class TracedLayers:
         ops: TorchOps,
         parallel: Parallel = SINGLE,
     ):
-        self.layers = layers
+        self.layers, self._ops = layers, ops
         self._group = layers[0].attention.heads // layers[0].attention.kv_heads
         count = len(layers)
         self._size = max(size for size in range(1, MAX_GROUP + 1) if count % size == 0)
@@ -86,7 +86,8 @@ class TracedLayers:
                 if index in taps:
                     tapped[index] = x
             return x, [tapped[index] for index in taps]
-        bias = {view: plan.bias(view, self._group, x.dtype) for view in set(views)}
+        tile = self._ops.tile_heads(x.shape[1], self._group)
+        bias = {view: plan.bias(view, tile, x.dtype) for view in set(views)}
         keys = () if plan.index is None else (plan.index,)
         for number, start in enumerate(range(0, len(self.layers), self._size)):
             group = slice(start, start + self._size)
@@ -119,7 +120,8 @@ class TracedLayers:
 
     def _record(self, start: int, key: Key, inputs: tuple[Tensor, ...]) -> Recording:
         """Record the group of layers from `start` on; the recorder runs it once for that."""
-        _, views, masked, gathers = key
+        shape, views, masked, gathers = key
+        tile = self._ops.tile_heads(shape[1], self._group)
 
         def run(
             x: Tensor, kv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *others: Tensor
@@ -131,7 +133,7 @@ class TracedLayers:
             for offset, template in enumerate(self._templates):
                 view, bias = views[offset], masks[offset]
                 _bind(template, self.layers[start + offset], rest)
-                plan = AttentionPlan(keys, {view: bias}, {(view, self._group): bias})
+                plan = AttentionPlan(keys, {view: bias}, {(view, tile): bias})
                 x = template(x, cos, sin, StepState(slots, slots, plan), kv[offset], view)
                 streams.append(x)
             return tuple(streams)
