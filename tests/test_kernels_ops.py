@@ -42,7 +42,7 @@ def test_the_set_serves_attention_and_stores():
     case = Case(CAUSAL, (21, 3), 4, (4, 2), 64, 4)
     q, kv, table, prefix, _, slots = make(case)
     ops = get_ops("triton", CPU)
-    assert not ops.linear_library and not ops.reads_whole_tables
+    assert not ops.packer.libraries and not ops.reads_whole_tables
     plan = ops.plan_attention(table, prefix, 4, 4, (CAUSAL,))
     assert plan.views == (CAUSAL,)
     own = torch.tensor([mine[-4:] for mine in slots])

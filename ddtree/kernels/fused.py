@@ -36,7 +36,7 @@ class TritonOps(TorchOps):
     def __init__(self, device: torch.device):
         super().__init__(device)
         # Packed linears are recorded with the torch attention's masks, which this set never makes.
-        self.linear_library = ""
+        self.packer.libraries = ()
         self.multiprocessors = chip_of(device).multiprocessors
         self._flash, self._flash_state = flash.load(device)
         self._refusals: dict[tuple[int, torch.dtype, int], str] = {}

@@ -1,55 +1,183 @@
-"""Weights in the blocked layout of a CPU library, whose products do not depend on the batch."""
+"""Weights in the blocked layouts of CPU libraries, for products of few rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+
+HALF_EXPONENTS = (0, 12)
+"""Powers of two by which a weight is tried to be scaled so that float16 holds it exactly."""
+ROWS = 4096
+"""Weight rows that are looked at at once."""
 
 
 @dataclass
 class PackedLinear:
     """A weight `[O, I]` in a CPU library's blocked layout.
 
-    With it every row of the product is computed alike whatever the number of rows, so that a
-    token's logits do not depend on how many other tokens are verified beside it. `F.linear`
-    changes its summation with the number of rows.
+    A token's logits should not depend on how many other tokens are verified beside it. `F.linear`
+    changes its summation with the number of rows; FBGEMM's linear computes every row alike, and
+    those of MKL and oneDNN do so for several rows, but at some sizes not for a single one.
     """
 
     library: str
-    """``"mkl"`` or ``"mkldnn"`` (oneDNN)."""
+    """``"fbgemm"``, ``"mkl"`` or ``"mkldnn"`` (oneDNN). FBGEMM's is in float16, which
+    halves what a product reads. It computes in float32, and takes only weights that lose nothing."""
     shape: tuple[int, int]
-    tensors: tuple[Tensor, ...]
-    """The packed weight; for MKL also a view of the plain one's shape, never read."""
+    tensors: tuple[Any, ...]
+    """The packed weight; for MKL also a view of the plain one's shape, never read. FBGEMM's is no
+    tensor but an object of torch's; while it is recorded, a tensor takes its place (`record`)."""
+    exponent: int = 0
+    """The packed weight is the weight times 2 to this."""
 
     def product(self, x: Tensor) -> Tensor:
         """`x [..., I]` -> `[..., O]`."""
         if self.library == "mkl":
             rows = x.numel() // self.shape[1]
             return torch.ops.mkl._mkl_linear.default(x, *self.tensors, None, rows)
-        return torch.ops.mkldnn._linear_pointwise.default(x, *self.tensors, None, "none", [], "")
+        if self.library == "mkldnn":
+            return torch.ops.mkldnn._linear_pointwise.default(
+                x, *self.tensors, None, "none", [], ""
+            )
+        packed = self.tensors[0]
+        if isinstance(packed, Tensor):
+            product = torch.nn.functional.linear(x, packed)
+        else:
+            product = torch.ops.quantized.linear_dynamic_fp16.default(x, packed)
+        return product.mul_(2.0**-self.exponent) if self.exponent else product
+
+    def bind(self, packed: Tensor) -> PackedLinear:
+        """The same with another packed weight, or with what stands for it in a recording."""
+        return replace(self, tensors=(packed, *self.tensors[1:]))
+
+    def stand_in(self) -> Tensor:
+        """A tensor to record with: of no use but for its shape where the weight is no tensor."""
+        packed = self.tensors[0]
+        return packed if isinstance(packed, Tensor) else torch.zeros(1).expand(self.shape)
 
 
-def packed_library(device: torch.device) -> str:
-    """Name the CPU library whose prepacked linear works here, or "" for plain `F.linear`."""
+class Packer:
+    """Lays weights out for the first library that works on `device` and can hold them exactly."""
+
+    def __init__(self, device: torch.device):
+        self.libraries = packed_libraries(device)
+        self.in_use: set[str] = set()
+        """The libraries of the weights packed so far; ``"torch"`` for those given back."""
+
+    def copies(self, weight: Tensor) -> bool:
+        """Whether such a weight is packed: float32 on CPU only."""
+        cpu = weight.device.type == "cpu"
+        return cpu and weight.dtype == torch.float32 and bool(self.libraries)
+
+    def __call__(self, weight: Tensor) -> PackedLinear | Tensor:
+        """Pack a `weight [O, I]`; one that no library takes is given back."""
+        libraries = self.libraries if self.copies(weight) else ()
+        for library in libraries:
+            packed = _PACK[library](weight.contiguous())
+            if packed is not None:
+                self.in_use.add(library)
+                return packed
+        self.in_use.add("torch")
+        return weight
+
+
+def packed_libraries(device: torch.device) -> tuple[str, ...]:
+    """Name the CPU libraries whose prepacked linears work here, best first: FBGEMM for weights that
+    float16 holds, and MKL or oneDNN for the others."""
     if device.type != "cpu":
-        return ""
+        return ()
+    found = ["fbgemm"] if _works("fbgemm") else []
+    found += [library for library in ("mkl", "mkldnn") if _works(library)][:1]
+    return tuple(found)
+
+
+@cache
+def _works(library: str) -> bool:
     weight = torch.arange(12, dtype=torch.float32).view(3, 4)
-    for library in ("mkl", "mkldnn"):
-        try:
-            if torch.equal(pack(weight, library).product(weight), weight @ weight.T):
-                return library
-        except (RuntimeError, AttributeError):
-            continue
-    return ""
+    try:
+        packed = _PACK[library](weight)
+        if packed is None:
+            return False
+        recording = record(lambda x, w: (packed.bind(w).product(x),), [weight], [packed])
+        products = packed.product(weight), recording(weight, packed.tensors[0])[0]
+        return all(torch.equal(product, weight @ weight.T) for product in products)
+    except (RuntimeError, AttributeError, TypeError):
+        return False
 
 
-def pack(weight: Tensor, library: str) -> PackedLinear:
-    """Lay a contiguous float32 `weight [O, I]` out for `library`."""
+def _pack_fbgemm(weight: Tensor) -> PackedLinear | None:
+    # float16 holds every weight of a float16 checkpoint, and nearly every one of a bfloat16
+    # checkpoint: scaled, all numbers of 8 bits from 2e-9 to 16 are exact.
+    for exponent in HALF_EXPONENTS:
+        scaled = weight * 2.0**exponent if exponent else weight
+        if all(torch.equal(part.half().float(), part) for part in scaled.split(ROWS)):
+            break
+    else:
+        return None
+    before = torch.backends.quantized.engine
+    try:
+        torch.backends.quantized.engine = "x86"
+        packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
+    finally:
+        torch.backends.quantized.engine = before
+    return PackedLinear("fbgemm", (weight.shape[0], weight.shape[1]), (packed,), exponent)
+
+
+def _pack_mkl(weight: Tensor) -> PackedLinear:
+    # Laid out for 64 rows it is no slower at one, and at 17 to 64 a quarter faster than for 16.
+    data = torch.ops.mkl._mkl_reorder_linear_weight(weight, 64)
     shape = (weight.shape[0], weight.shape[1])
-    if library == "mkl":
-        # Laid out for 64 rows it is no slower at one, and at 17 to 64 a quarter faster than for 16.
-        data = torch.ops.mkl._mkl_reorder_linear_weight(weight, 64)
-        return PackedLinear(library, shape, (data, weight.new_zeros(1).expand(shape)))
-    return PackedLinear(library, shape, (torch.ops.mkldnn._reorder_linear_weight(weight, 16),))
+    return PackedLinear("mkl", shape, (data, weight.new_zeros(1).expand(shape)))
+
+
+def _pack_mkldnn(weight: Tensor) -> PackedLinear:
+    data = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    return PackedLinear("mkldnn", (weight.shape[0], weight.shape[1]), (data,))
+
+
+_PACK: dict[str, Callable[[Tensor], PackedLinear | None]] = {
+    "fbgemm": _pack_fbgemm,
+    "mkl": _pack_mkl,
+    "mkldnn": _pack_mkldnn,
+}
+
+
+def record(
+    run: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    weights: Sequence[PackedLinear | Tensor],
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Record the ops of `run(*inputs, *weights)`, which it runs once for that.
+
+    The recorder takes tensors only. So FBGEMM's weights are recorded as plain linears of stand-ins,
+    what that run computes is of no use, and the recording gets the right type and op afterwards.
+
+    Returns:
+        The same function of the inputs and of the weights' `tensors[0]`.
+    """
+    stand_ins = [w.stand_in() if isinstance(w, PackedLinear) else w for w in weights]
+    with warnings.catch_warnings():
+        # It is deprecated in favour of compilers that a plain machine does not have.
+        warnings.simplefilter("ignore")
+        recording = torch.jit.trace(run, (*inputs, *stand_ins), check_trace=False)
+    graph = recording.graph
+    places = list(graph.inputs())[len(inputs) :]
+    halves = 0
+    for place, weight in zip(places, weights, strict=True):
+        if isinstance(weight, PackedLinear) and weight.library == "fbgemm":
+            halves += 1
+            place.setType(weight.tensors[0]._type())
+            for linear in [use.user for use in place.uses()]:
+                x, packed = list(linear.inputs())[:2]
+                product = graph.create("quantized::linear_dynamic_fp16", [x, packed], 1)
+                product.insertBefore(linear)
+                product.output().setType(linear.output().type())
+                linear.output().replaceAllUsesWith(product.output())
+                linear.destroy()
+    return torch._C._create_function_from_graph("recording", graph) if halves else recording

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree.kernels.draft_head import LEAST_WEIGHTS, DraftHead, make_draft_head
-from ddtree.kernels.packed_linear import PackedLinear, pack, packed_library
+from ddtree.kernels.packed_linear import PackedLinear, Packer
 from ddtree.kernels.shards import local_candidates, pack_choices
 
 View = tuple[str, int]
@@ -75,7 +75,7 @@ class TorchOps:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.linear_library = packed_library(device)
+        self.packer = Packer(device)
         self.sees_values = device.type == "cpu"
         """The host can read values at no cost; nothing that a graph captures may depend on it."""
         self._scalars: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
@@ -88,9 +88,7 @@ class TorchOps:
 
     def pack_linear(self, weight: Tensor) -> Tensor | PackedLinear:
         """Prepack a weight `[O, I]` for `linear`; float32 on CPU only, elsewhere as it is."""
-        if not self.linear_library or weight.dtype != torch.float32 or weight.device.type != "cpu":
-            return weight
-        return pack(weight.contiguous(), self.linear_library)
+        return self.packer(weight)
 
     def linear(self, x: Tensor, weight: Tensor | PackedLinear) -> Tensor:
         """`x [..., I]` times the transposed weight -> `[..., O]`."""
@@ -103,7 +101,7 @@ class TorchOps:
 
         read: gives the head's weight `[V, H]`, of `size` numbers in all.
         """
-        if not self.linear_library or size < LEAST_WEIGHTS:
+        if not self.packer.libraries or size < LEAST_WEIGHTS:
             return None
         weight = read()
         return make_draft_head(weight) if weight.dtype == torch.float32 else None

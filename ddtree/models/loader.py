@@ -135,9 +135,8 @@ class Checkpoint:
                 raise ValueError(f"{path}: tensor {name} is there with and without {strip!r}")
             self._files[name] = path, stored
         self._unread = set(self._files)
-        probe = torch.empty(1, 1, dtype=dtype, device=device)
-        self._packing_copies = ops.pack_linear(probe) is not probe
         self._scratch = torch.empty(0, dtype=dtype, device=device)
+        self._packing_copies = ops.packer.copies(self._scratch)
         size = sum(path.stat().st_size for path in {path for path, _ in self._files.values()})
         show = size >= PROGRESS_BYTES if progress is None else progress
         self._bar = tqdm(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,14 +11,16 @@ import torch
 from torch import Tensor
 
 from ddtree.config import LayerConfig
-from ddtree.kernels.reference import PACKED_ROWS_MAX, AttentionPlan, PackedLinear, TorchOps, View
+from ddtree.kernels.packed_linear import PackedLinear, record
+from ddtree.kernels.reference import PACKED_ROWS_MAX, AttentionPlan, TorchOps, View
 from ddtree.models.layers import DecoderLayer, Linear, RMSNorm
 from ddtree.parallel import SINGLE, Parallel
 from ddtree.state import StepState
 
-Recording = Callable[..., Tensor]
-Key = tuple[torch.Size, tuple[View, ...], tuple[bool, ...], bool]
-"""Shape of the stream, views, which of them have a mask, and whether keys are gathered."""
+Recording = Callable[..., tuple[Tensor, ...]]
+Key = tuple[torch.Size, tuple[View, ...], tuple[bool, ...], bool, tuple[tuple[str, int], ...]]
+"""Shape of the stream, views, which of them have a mask, whether keys are gathered, and how each
+weight is packed."""
 MAX_RECORDINGS = 256
 """Shapes that recordings are kept for; further ones run eagerly."""
 MAX_GROUP = 6
@@ -51,10 +52,11 @@ class TracedLayers:
         self._templates = [DecoderLayer(config, ops) for _ in range(self._size)]
         # A recording cannot hold what ranks say to each other.
         alone = parallel.size == 1
-        self._records = alone and bool(ops.linear_library) and hasattr(torch.jit, "trace")
+        self._records = alone and bool(ops.packer.libraries) and hasattr(torch.jit, "trace")
         self._recordings: dict[Any, Recording] = {}
         self._seen: Counter[Any] = Counter()
-        self._weights: list[list[Tensor]] = []
+        self._weights: list[list[Any]] = []
+        self._packings: list[tuple[tuple[str, int], ...]] = []
 
     def run(
         self,
@@ -94,12 +96,11 @@ class TracedLayers:
             masks = (bias[view] for view in views[group])
             inputs = (x, kv[group], cos, sin, slots, *keys)
             inputs = (*inputs, *(mask for mask in masks if mask is not None))
-            inputs = (*inputs, *self._weights[number])
-            key = _key(x, plan, views[group])
+            key = _key(x, plan, views[group], self._packings[number])
             recording = self._recordings.get(key)
             if recording is None:
                 recording = self._recordings[key] = self._record(start, key, inputs)
-            streams = recording(*inputs)
+            streams = recording(*inputs, *self._weights[number])
             x = streams[-1]
             for index in taps:
                 if start <= index < start + self._size:
@@ -112,15 +113,18 @@ class TracedLayers:
         if not self._weights:
             for start in range(0, len(self.layers), self._size):
                 group = self.layers[start : start + self._size]
-                self._weights.append([tensor for layer in group for tensor in _tensors(layer)])
-        if _key(x, plan, views[: self._size]) in self._recordings:
+                weights = [weight for layer in group for weight in _weights(layer)]
+                packed = [weight for weight in weights if isinstance(weight, PackedLinear)]
+                self._packings.append(tuple((w.library, w.exponent) for w in packed))
+                self._weights.append([_plain(weight) for weight in weights])
+        if _key(x, plan, views[: self._size], self._packings[0]) in self._recordings:
             return True
         self._seen[x.shape] += 1
         return self._seen[x.shape] >= WORTH_RECORDING and len(self._recordings) < MAX_RECORDINGS
 
     def _record(self, start: int, key: Key, inputs: tuple[Tensor, ...]) -> Recording:
-        """Record the group of layers from `start` on; the recorder runs it once for that."""
-        shape, views, masked, gathers = key
+        """Record the group of layers from `start` on, run once for that with whatever weights."""
+        shape, views, masked, gathers, _ = key
         tile = self._ops.tile_heads(shape[1], self._group)
 
         def run(
@@ -138,15 +142,15 @@ class TracedLayers:
                 streams.append(x)
             return tuple(streams)
 
-        with warnings.catch_warnings():
-            # It is deprecated in favour of compilers that a plain machine does not have.
-            warnings.simplefilter("ignore")
-            return torch.jit.trace(run, inputs, check_trace=False)
+        layers = self.layers[start : start + self._size]
+        return record(run, inputs, [weight for layer in layers for weight in _weights(layer)])
 
 
-def _key(x: Tensor, plan: AttentionPlan, views: tuple[View, ...]) -> Key:
+def _key(
+    x: Tensor, plan: AttentionPlan, views: tuple[View, ...], packings: tuple[tuple[str, int], ...]
+) -> Key:
     masked = tuple(plan.masks[view] is not None for view in views)
-    return x.shape, views, masked, plan.index is not None
+    return x.shape, views, masked, plan.index is not None, packings
 
 
 def _parts(layer: DecoderLayer) -> list[Linear | RMSNorm]:
@@ -157,16 +161,19 @@ def _parts(layer: DecoderLayer) -> list[Linear | RMSNorm]:
     return [*parts, layer.mlp_norm, mlp.gate_up, mlp.down]
 
 
-def _tensors(layer: DecoderLayer) -> list[Tensor]:
-    """All tensors of a layer, in a fixed order."""
-    tensors: list[Tensor] = []
+def _weights(layer: DecoderLayer) -> list[Tensor | PackedLinear]:
+    """All weights and biases of a layer, in a fixed order."""
+    weights: list[Tensor | PackedLinear] = []
     for part in _parts(layer):
-        weight = part.weight
-        # What follows the packed weight is only a shape, and can be recorded as a constant.
-        tensors.append(weight.tensors[0] if isinstance(weight, PackedLinear) else weight)
+        weights.append(part.weight)
         if isinstance(part, Linear) and part.bias is not None:
-            tensors.append(part.bias)
-    return tensors
+            weights.append(part.bias)
+    return weights
+
+
+def _plain(weight: Tensor | PackedLinear) -> Any:
+    # What follows the packed weight is only a shape, and can be recorded as a constant.
+    return weight.tensors[0] if isinstance(weight, PackedLinear) else weight
 
 
 def _bind(template: DecoderLayer, like: DecoderLayer, tensors: list[Tensor]) -> None:
@@ -175,6 +182,6 @@ def _bind(template: DecoderLayer, like: DecoderLayer, tensors: list[Tensor]) -> 
         weight = model.weight
         part.weight = tensors.pop(0)
         if isinstance(weight, PackedLinear):
-            part.weight = replace(weight, tensors=(part.weight, *weight.tensors[1:]))
+            part.weight = weight.bind(part.weight)
         if isinstance(part, Linear) and isinstance(model, Linear) and model.bias is not None:
             part.bias = tensors.pop(0)

@@ -127,7 +127,7 @@ class Loop:
             "prefill_chunk": config.prefill_chunk,
             "preemptions": scheduler.preemptions,
             "kernels": runner.machine.ops.name,
-            "linear": runner.machine.ops.linear_library or "torch",
+            "linear": " + ".join(sorted(runner.machine.ops.packer.in_use)) or "torch",
             "draft_head": None if runner.machine.drafter is None else head,
             "cuda_graphs": 0 if runner.graphs is None else len(runner.graphs),
             "replayed_rounds": runner.rounds["replayed"],

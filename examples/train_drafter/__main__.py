@@ -18,6 +18,7 @@ HELP = {
     "lr": "highest learning rate",
     "warmup": "steps in which the learning rate rises",
     "decay": "last share of the run in which the learning rate falls to zero",
+    "dropout": "share of the drafter's activations dropped in training",
     "clip": "largest gradient norm",
     "ema": "decay of the averaged weights, which are the ones that are kept",
     "gamma": "the loss weight of depth d is exp(-(d - 1) / gamma)",

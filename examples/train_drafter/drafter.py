@@ -147,16 +147,20 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """One drafter layer."""
 
-    def __init__(self, config: DraftConfig, view: tuple[str, int]) -> None:
+    def __init__(self, config: DraftConfig, view: tuple[str, int], dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config, view)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor, context: Tensor, ropes: Ropes, masks: Masks) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, ropes, masks)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self._drop(self.self_attn(self.input_layernorm(x), context, ropes, masks))
+        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
 
 
 class TrainableDrafter(nn.Module):
@@ -171,13 +175,14 @@ class TrainableDrafter(nn.Module):
         config: DraftConfig,
         max_positions: int | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.dropout = config, dropout
         taps = len(config.target_layer_ids)
         self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(config, view) for view in config.layer_views)
+        self.layers = nn.ModuleList(Layer(config, view, dropout) for view in config.layer_views)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         max_positions = max_positions or config.max_position_embeddings + config.block_size
         self.rope = Rope(config, max_positions, device)
@@ -202,6 +207,7 @@ class TrainableDrafter(nn.Module):
         ropes = Ropes(self.rope, length, positions)
         masks = Masks(positions, length, reach)
         context = self.hidden_norm(self.fc(features))
+        context = F.dropout(context, self.dropout, self.training)
         x = (embeddings * self.config.input_embedding_scale).reshape(batch, blocks * rows, hidden)
         for layer in self.layers:
             x = layer(x, context, ropes, masks)

@@ -87,7 +87,7 @@ def _train(rank: int, options: RunOptions, training: TrainOptions, address: str 
     device = torch.device("cuda" if alone_on_gpu else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs; no change on CPU
     target = load_target_weights(options.target).to(device)
-    model = TrainableDrafter(config, device=device)
+    model = TrainableDrafter(config, device=device, dropout=training.dropout)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(training.seed)
         initial_weights(model, generator)

@@ -37,6 +37,7 @@ class TrainOptions:
     warmup: int = 50  # steps
     decay: float = 0.3  # last share of the run in which the learning rate falls to zero
     weight_decay: float = 0.01
+    dropout: float = 0.1
     clip: float = 1.0
     ema: float = 0.998
     gamma: float = 2.5  # loss weight of depth d is exp(-(d - 1) / gamma)
@@ -206,6 +207,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
+        torch.manual_seed(generator.initial_seed())  # dropout draws from the default generator
         loss = self.loss(batch, generator)
         loss.backward()
         value = loss.item()
@@ -329,10 +331,12 @@ class Trainer:
         o, p = self.options, self.progress
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.model.load_state_dict(self.ema)
+        self.model.eval()
         heldout = [item for name in p.eval_shards for item in self.store.heldout.get(name, ())]
         mine = heldout[: o.eval_items][self.rank :: self.world]
         sums = proxy_sums(self.model, self.target, mine, o.eval_tokens)
         self.model.load_state_dict(current)
+        self.model.train()
         if self.world > 1:
             dist.all_reduce(sums)
         if self.rank:

@@ -1,0 +1,152 @@
+"""Weights packed for CPU libraries: nothing is lost, and rows do not depend on each other."""
+
+from unittest import mock
+
+import pytest
+import torch
+from fixtures import make_drafter, make_target, tiny_drafter, tiny_target
+from stubs import hf_generate
+
+from ddtree import Engine, SamplingParams
+from ddtree.kernels import get_ops, packed_linear
+from ddtree.kernels.packed_linear import PackedLinear, packed_libraries, record
+
+CPU = torch.device("cpu")
+LIBRARIES = packed_libraries(CPU)
+
+
+def weight(kind="halves", rows=96, columns=64):
+    full = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * 0.1
+    if kind == "halves":
+        return full.half().float()
+    return full.bfloat16().float() if kind == "bfloats" else full
+
+
+def packed(kind="halves", **sizes):
+    return get_ops("torch", CPU).pack_linear(weight(kind, **sizes))
+
+
+def test_this_machine_has_both_kinds():
+    """Else the rest of this file would say nothing."""
+    assert LIBRARIES[0] == "fbgemm" and len(LIBRARIES) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "library", "exponent"),
+    [("halves", "fbgemm", 0), ("bfloats", "fbgemm", 12), ("floats", LIBRARIES[-1], 0)],
+)
+@pytest.mark.parametrize(("rows", "columns"), [(96, 64), (101, 33), (7, 5), (1030, 1536)])
+def test_products_and_their_rows(kind, library, exponent, rows, columns):
+    plain = weight(kind, rows, columns)
+    if kind == "bfloats":
+        plain[0, 0] = 2.0**-20 * 1.9921875  # eight bits below float16's
+    mine = get_ops("torch", CPU).pack_linear(plain)
+    assert (mine.library, mine.exponent, mine.shape) == (library, exponent, (rows, columns))
+    x = torch.randn(70, columns, generator=torch.Generator().manual_seed(1))
+    product = mine.product(x)
+    exact = x.double() @ plain.double().T
+    scale = x.double().abs() @ plain.double().abs().T  # every sum's terms, all positive
+    assert ((product - exact).abs() <= 2.0**-24 * columns**0.5 * 2 * scale).all()
+    assert torch.equal(mine.product(x.view(2, 35, -1)).view(70, -1), product)
+    assert mine.product(x[:0]).shape == (0, rows)
+    if library == "fbgemm":
+        for count in (1, 2, 3, 5, 8, 9, 14, 15, 31, 64, 70):
+            assert torch.equal(mine.product(x[:count]), product[:count]), count
+
+
+def test_every_bit_of_a_weight_is_kept():
+    """Of the product with the identity, each entry is one weight."""
+    plain = weight("bfloats")
+    plain[0, :6] = torch.tensor([0.0, 15.9375, 2.0**-29, -(2.0**-28) * 1.5, 1.0, -0.0])
+    mine = get_ops("torch", CPU).pack_linear(plain)
+    assert (mine.library, mine.exponent) == ("fbgemm", 12)
+    assert torch.equal(mine.product(torch.eye(64)).T, plain)
+
+
+@pytest.mark.parametrize("value", [1e-9, 1.0 + 2.0**-12, 1e5, float("inf"), float("nan")])
+def test_a_weight_that_float16_cannot_hold_is_kept_in_float32(value):
+    plain = weight()
+    plain[50, 3] = value
+    plain[51, 3] = 70000.0 if value == float("inf") else 1.0
+    mine = get_ops("torch", CPU).pack_linear(plain)
+    assert mine.library == LIBRARIES[-1]
+    kept = mine.product(torch.eye(64)[3:4])[0, 50]
+    assert torch.equal(kept, plain[50, 3]) or value != value
+
+
+def test_nan_and_inf_of_one_row_stay_there():
+    mine = packed()
+    x = torch.randn(5, 64)
+    expected = mine.product(x)
+    x[1, 0], x[3, 5] = float("nan"), float("inf")
+    product = mine.product(x)
+    assert product[1].isnan().all()
+    assert torch.equal(product[[0, 2, 4]], expected[[0, 2, 4]])
+
+
+def test_a_recording_takes_other_weights():
+    """Packed by different libraries, beside a plain tensor; only packings of the same kinds fit."""
+    first = [packed(), packed("bfloats"), torch.randn(96), packed("floats")]
+    first[1].exponent, again = 12, first[1]
+
+    def run(x, half, scaled, bias, full):
+        y = first[0].bind(half).product(x) + bias
+        return y, again.bind(scaled).product(x) * 2, first[3].bind(full).product(y[:, :64])
+
+    recording = record(run, [torch.ones(4, 64)], first)
+    others = [packed(), packed("bfloats"), torch.randn(96), packed("floats")]
+    for weights in (first, others):
+        plain = [w.tensors[0] if isinstance(w, PackedLinear) else w for w in weights]
+        x = torch.randn(4, 64)
+        y = weights[0].product(x) + weights[2]
+        want = y, again.bind(plain[1]).product(x) * 2, weights[3].product(y[:, :64])
+        assert all(map(torch.equal, recording(x, *plain), want))
+
+
+@pytest.mark.parametrize("missing", ["op", "recorder"])
+def test_where_fbgemm_does_not_work_there_is_the_other(missing):
+    packed_linear._works.cache_clear()
+    place = (
+        mock.patch.dict(packed_linear._PACK, {"fbgemm": mock.Mock(side_effect=RuntimeError)})
+        if missing == "op"
+        else mock.patch("torch._C._create_function_from_graph", side_effect=AttributeError)
+    )
+    try:
+        with place:
+            assert packed_libraries(CPU) == LIBRARIES[1:]
+            assert packed().library == LIBRARIES[1]
+    finally:
+        packed_linear._works.cache_clear()
+
+
+def test_other_devices_and_types_stay_as_they_are():
+    ops = get_ops("torch", CPU)
+    half = weight().half()
+    assert ops.pack_linear(half) is half
+    assert packed_libraries(torch.device("cuda")) == ()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_engine_with_weights_in_float16(architecture, dtype):
+    target = make_target(architecture, dtype=dtype)
+    engine = Engine(str(target), str(make_drafter(target)), budget=7, max_batch_size=4)
+    assert "fbgemm" in engine.describe()["linear"]
+    prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14, 15], [1]]
+    outputs = {}
+    for mode in ("off", "chain", "tree"):
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(24, temperature=temperature, seed=3, speculation=mode)
+            alone = [engine.generate([p], params)[0].token_ids for p in prompts]
+            assert [o.token_ids for o in engine.generate(prompts, params)] == alone
+            outputs.setdefault(temperature, []).append(alone)
+    assert all(three[0] == three[1] == three[2] for three in outputs.values())
+    assert outputs[0.0][0] == [hf_generate(target, p, 24) for p in prompts]
+
+
+def test_describe_names_the_libraries_in_use():
+    assert Engine(str(tiny_target())).describe()["linear"] == LIBRARIES[1]
+    halves = make_target(dtype=torch.float16)
+    assert Engine(str(halves)).describe()["linear"] == "fbgemm"
+    both = Engine(str(halves), str(tiny_drafter())).describe()["linear"]
+    assert both == " + ".join(sorted(LIBRARIES))
