@@ -27,8 +27,8 @@ class PackedLinear:
     """
 
     library: str
-    """``"fbgemm"``, ``"mkl"`` or ``"mkldnn"`` (oneDNN). FBGEMM's is in float16, which
-    halves what a product reads. It computes in float32, and takes only weights that lose nothing."""
+    """``"fbgemm"``, ``"mkl"`` or ``"mkldnn"`` (oneDNN). FBGEMM's weights are in float16,
+    which halves what a product reads. It computes in float32, and takes only what loses nothing."""
     shape: tuple[int, int]
     tensors: tuple[Any, ...]
     """The packed weight; for MKL also a view of the plain one's shape, never read. FBGEMM's is no
