@@ -25,24 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from get_demo_model import demo_target  # noqa: E402
+from train_drafter.prompts import read_prompts  # noqa: E402
 
 from ddtree import Engine, SamplingParams  # noqa: E402
 
 DRAFT = ROOT / "examples" / "assets" / "smollm2-135m-dflash"
-QUESTIONS = (
-    "Write a short poem about the sea in autumn.",
-    "Explain step by step how a bicycle pump works.",
-    "List five tips for someone learning to cook rice.",
-    "What is the difference between weather and climate?",
-    "Write a Python function that counts the vowels in a string.",
-    "Summarise the story of Little Red Riding Hood in four sentences.",
-    "My train was cancelled. Draft a polite email asking for a refund.",
-    "Why do cats purr?",
-    "Translate 'good morning, my friend' to French and explain each word.",
-    "Name the planets of the solar system in order and one fact about each.",
-    "How many minutes are there in a week? Show the calculation.",
-    "Give me a plan for a rainy weekend with two children.",
-)
+QUESTIONS = ROOT / "examples" / "train_drafter" / "prompts_eval.txt"
 QUERY_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -115,11 +103,16 @@ def main() -> None:
     parser.add_argument("--target", help="default: the demo target")
     parser.add_argument("--draft", default=str(DRAFT))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=len(QUESTIONS))
+    parser.add_argument(
+        "--prompts", type=int, default=12, help="how many of the evaluation prompts, evenly spread"
+    )
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     args = parser.parse_args()
+    questions = read_prompts(QUESTIONS)
+    if not 0 < args.prompts <= len(questions):
+        parser.error(f"--prompts must be in 1..{len(questions)}, got {args.prompts}")
     torch.set_num_threads(args.threads)
     target = args.target or str(demo_target())
 
@@ -137,7 +130,7 @@ def main() -> None:
             add_generation_prompt=True,
             return_dict=False,
         )
-        for question in QUESTIONS[: args.prompts]
+        for question in questions[:: len(questions) // args.prompts][: args.prompts]
     ]
     for run in runs.values():
         run(prompts[0][:8])
