@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddtree.kernels import wide_rows
 from ddtree.kernels.draft_head import LEAST_WEIGHTS, DraftHead, make_draft_head
 from ddtree.kernels.packed_linear import PackedLinear, Packer
 from ddtree.kernels.shards import local_candidates, pack_choices
@@ -308,12 +309,12 @@ class TorchOps:
 
         Returns ids `[..., K]` int64 and log-probabilities `[..., K]` float32, descending.
         """
-        values, ids = logits.float().topk(count, dim=-1)
+        values, ids = wide_rows.topk(logits.float(), count)
         return ids, values - logits.float().logsumexp(-1, keepdim=True)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Most likely token per row of `logits [..., V]` -> `[...]` int64, lowest id on a tie."""
-        return logits.argmax(dim=-1)
+        return wide_rows.argmax(logits)
 
     def local_choice(self, logits: Tensor, first_id: int) -> Tensor:
         """As `argmax`, of a shard from token `first_id` on, packed: see `kernels.shards`."""
