@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from fixtures import make_drafter, make_target, tiny_drafter, tiny_target
+from safetensors.torch import load_file, save_file
 from stubs import hf_generate
 
 from ddtree import Engine, SamplingParams
@@ -63,15 +64,18 @@ def test_every_bit_of_a_weight_is_kept():
     assert torch.equal(mine.product(torch.eye(64)).T, plain)
 
 
-@pytest.mark.parametrize("value", [1e-9, 1.0 + 2.0**-12, 1e5, float("inf"), float("nan")])
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("value", [1e-9, 1.0 + 2.0**-12, 1e5, 2.0**120, -INF, INF, NAN])
 def test_a_weight_that_float16_cannot_hold_is_kept_in_float32(value):
     plain = weight()
     plain[50, 3] = value
-    plain[51, 3] = 70000.0 if value == float("inf") else 1.0
     mine = get_ops("torch", CPU).pack_linear(plain)
     assert mine.library == LIBRARIES[-1]
     kept = mine.product(torch.eye(64)[3:4])[0, 50]
     assert torch.equal(kept, plain[50, 3]) or value != value
+    assert plain[50, 3] == value or value != value
 
 
 def test_nan_and_inf_of_one_row_stay_there():
@@ -117,6 +121,52 @@ def test_where_fbgemm_does_not_work_there_is_the_other(missing):
             assert packed().library == LIBRARIES[1]
     finally:
         packed_linear._works.cache_clear()
+
+
+def test_without_a_library_for_all_weights_nothing_is_packed():
+    """A weight given back would be a view of the loader's buffer."""
+    nothing = mock.Mock(side_effect=RuntimeError)
+    packed_linear._works.cache_clear()
+    try:
+        with mock.patch.dict(packed_linear._PACK, {"mkl": nothing, "mkldnn": nothing}):
+            ops = get_ops("torch", CPU)
+            assert ops.packer.libraries == () and not ops.packer.copies(weight())
+    finally:
+        packed_linear._works.cache_clear()
+
+
+def test_without_a_recorder_other_libraries_still_pack():
+    packed_linear._works.cache_clear()
+    try:
+        with mock.patch("torch.jit.trace", side_effect=AttributeError):
+            assert packed_libraries(CPU) == LIBRARIES[1:]
+    finally:
+        packed_linear._works.cache_clear()
+
+
+def test_a_recording_of_another_use_of_a_weight_is_refused():
+    with pytest.raises(RuntimeError, match="used by aten::mul"):
+        record(lambda x, w: (x @ (w * 2).T,), [torch.ones(4, 64)], [packed()])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_layers_packed_differently(architecture):
+    """Groups of one recording each, and groups that share one; tokens as with plain float32."""
+    target = make_target(architecture, num_hidden_layers=14, dtype=torch.float16)
+    weights = load_file(target / "model.safetensors")
+    for layer in range(0, 14, 2):
+        name = ("mlp.down_proj", "self_attn.o_proj", "mlp.up_proj")[layer % 3]
+        shape = weights[f"model.layers.{layer}.{name}.weight"].shape
+        weights[f"model.layers.{layer}.{name}.weight"] = torch.randn(shape) * 0.02
+    for layer in range(3):
+        name = f"model.layers.{layer}.self_attn.q_proj.weight"
+        weights[name] = weights[name].bfloat16() * 2.0**-12
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    engine = Engine(str(target), str(tiny_drafter(architecture)), budget=7)
+    assert engine.describe()["linear"] == " + ".join(sorted(LIBRARIES))
+    for mode in ("off", "tree"):
+        tokens = engine.generate([[5, 6, 7]], SamplingParams(24, speculation=mode))[0].token_ids
+        assert tokens == hf_generate(target, [5, 6, 7], 24)
 
 
 def test_other_devices_and_types_stay_as_they_are():

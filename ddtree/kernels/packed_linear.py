@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -59,7 +59,9 @@ class PackedLinear:
     def stand_in(self) -> Tensor:
         """A tensor to record with: of no use but for its shape where the weight is no tensor."""
         packed = self.tensors[0]
-        return packed if isinstance(packed, Tensor) else torch.zeros(1).expand(self.shape)
+        if isinstance(packed, Tensor):
+            return packed
+        return torch.zeros(1, dtype=torch.float32, device="cpu").expand(self.shape)
 
 
 class Packer:
@@ -89,24 +91,25 @@ class Packer:
 
 def packed_libraries(device: torch.device) -> tuple[str, ...]:
     """Name the CPU libraries whose prepacked linears work here, best first: FBGEMM for weights that
-    float16 holds, and MKL or oneDNN for the others."""
+    float16 holds, and MKL or oneDNN for all others. Without one of these nothing is packed."""
     if device.type != "cpu":
         return ()
-    found = ["fbgemm"] if _works("fbgemm") else []
-    found += [library for library in ("mkl", "mkldnn") if _works(library)][:1]
-    return tuple(found)
+    general = [library for library in ("mkl", "mkldnn") if _works(library)][:1]
+    return ("fbgemm", *general) if general and _works("fbgemm") else tuple(general)
 
 
 @cache
 def _works(library: str) -> bool:
-    weight = torch.arange(12, dtype=torch.float32).view(3, 4)
+    weight = torch.arange(12, dtype=torch.float32, device="cpu").view(3, 4)
     try:
         packed = _PACK[library](weight)
-        if packed is None:
+        if packed is None or not torch.equal(packed.product(weight), weight @ weight.T):
             return False
+        if library != "fbgemm":
+            return True
+        # Its recordings are rewritten, which a future torch may not allow.
         recording = record(lambda x, w: (packed.bind(w).product(x),), [weight], [packed])
-        products = packed.product(weight), recording(weight, packed.tensors[0])[0]
-        return all(torch.equal(product, weight @ weight.T) for product in products)
+        return torch.equal(recording(weight, packed.tensors[0])[0], weight @ weight.T)
     except (RuntimeError, AttributeError, TypeError):
         return False
 
@@ -116,7 +119,7 @@ def _pack_fbgemm(weight: Tensor) -> PackedLinear | None:
     # checkpoint: scaled, all numbers of 8 bits from 2e-9 to 16 are exact.
     for exponent in HALF_EXPONENTS:
         scaled = weight * 2.0**exponent if exponent else weight
-        if all(torch.equal(part.half().float(), part) for part in scaled.split(ROWS)):
+        if all(map(_fits_half, scaled.split(ROWS))):
             break
     else:
         return None
@@ -127,6 +130,11 @@ def _pack_fbgemm(weight: Tensor) -> PackedLinear | None:
     finally:
         torch.backends.quantized.engine = before
     return PackedLinear("fbgemm", (weight.shape[0], weight.shape[1]), (packed,), exponent)
+
+
+def _fits_half(weight: Tensor) -> bool:
+    half = weight.half()
+    return torch.equal(half.float(), weight) and bool(half.isfinite().all())
 
 
 def _pack_mkl(weight: Tensor) -> PackedLinear:
@@ -166,18 +174,24 @@ def record(
         # It is deprecated in favour of compilers that a plain machine does not have.
         warnings.simplefilter("ignore")
         recording = torch.jit.trace(run, (*inputs, *stand_ins), check_trace=False)
+    if not any(map(_is_half, weights)):
+        return recording
     graph = recording.graph
-    places = list(graph.inputs())[len(inputs) :]
-    halves = 0
-    for place, weight in zip(places, weights, strict=True):
-        if isinstance(weight, PackedLinear) and weight.library == "fbgemm":
-            halves += 1
-            place.setType(weight.tensors[0]._type())
-            for linear in [use.user for use in place.uses()]:
-                x, packed = list(linear.inputs())[:2]
-                product = graph.create("quantized::linear_dynamic_fp16", [x, packed], 1)
-                product.insertBefore(linear)
-                product.output().setType(linear.output().type())
-                linear.output().replaceAllUsesWith(product.output())
-                linear.destroy()
-    return torch._C._create_function_from_graph("recording", graph) if halves else recording
+    for place, weight in zip(list(graph.inputs())[len(inputs) :], weights, strict=True):
+        if not _is_half(weight):
+            continue
+        place.setType(weight.tensors[0]._type())
+        for linear in [use.user for use in place.uses()]:
+            if linear.kind() != "aten::linear":
+                raise RuntimeError(f"a packed weight is used by {linear.kind()}")
+            x, packed = list(linear.inputs())[:2]
+            product = graph.create("quantized::linear_dynamic_fp16", [x, packed], 1)
+            product.insertBefore(linear)
+            product.output().setType(linear.output().type())
+            linear.output().replaceAllUsesWith(product.output())
+            linear.destroy()
+    return torch._C._create_function_from_graph("recording", graph)
+
+
+def _is_half(weight: PackedLinear | Tensor) -> TypeGuard[PackedLinear]:
+    return isinstance(weight, PackedLinear) and weight.library == "fbgemm"

@@ -114,8 +114,7 @@ class TracedLayers:
             for start in range(0, len(self.layers), self._size):
                 group = self.layers[start : start + self._size]
                 weights = [weight for layer in group for weight in _weights(layer)]
-                packed = [weight for weight in weights if isinstance(weight, PackedLinear)]
-                self._packings.append(tuple((w.library, w.exponent) for w in packed))
+                self._packings.append(tuple(map(_packing, weights)))
                 self._weights.append([_plain(weight) for weight in weights])
         if _key(x, plan, views[: self._size], self._packings[0]) in self._recordings:
             return True
@@ -169,6 +168,11 @@ def _weights(layer: DecoderLayer) -> list[Tensor | PackedLinear]:
         if isinstance(part, Linear) and part.bias is not None:
             weights.append(part.bias)
     return weights
+
+
+def _packing(weight: Tensor | PackedLinear) -> tuple[str, int]:
+    """What of a weight a recording depends on."""
+    return (weight.library, weight.exponent) if isinstance(weight, PackedLinear) else ("", 0)
 
 
 def _plain(weight: Tensor | PackedLinear) -> Any:

@@ -207,7 +207,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
-        torch.manual_seed(generator.initial_seed())  # dropout draws from the default generator
+        torch.manual_seed(generator.initial_seed() + 1)  # dropout draws from the default generator
         loss = self.loss(batch, generator)
         loss.backward()
         value = loss.item()
