@@ -45,6 +45,20 @@ def random_sequences(count: int, seed: int = 0, length: int = 40) -> list[data.S
 # -- the forward ------------------------------------------------------------------------------
 
 
+def test_dropout_is_for_training_only():
+    target, draft = fixtures.tiny_target(), fixtures.tiny_drafter()
+    plain = trainable(draft, target)
+    model = TrainableDrafter(plain.config, 256, dropout=0.3)
+    model.load_state_dict(plain.state_dict())
+    torch.manual_seed(0)
+    embeddings = torch.randn(1, 3, plain.config.block_size, 64)
+    positions = torch.tensor([4, 9, 15])[:, None] + torch.arange(plain.config.block_size)
+    given = embeddings, torch.randn(1, 20, len(TAPS) * 64), positions[None]
+    with torch.no_grad():
+        assert not torch.equal(model(*given), model(*given))
+        assert torch.equal(model.eval()(*given), plain(*given))
+
+
 @pytest.mark.parametrize(
     "layout",
     [

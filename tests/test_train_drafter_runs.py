@@ -11,6 +11,7 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import fixtures
 import numpy as np
@@ -209,6 +210,19 @@ def test_corpus_begins_no_shard_that_would_end_too_late(tmp_path, monkeypatch):
         options = generate.CorpusOptions("c", shard_prompts=2, minutes=minutes)
         generate.make_corpus(None, ["a prompt"] * 8, tmp_path, options, lambda text: None)
         assert len(data.shard_paths(tmp_path)) == shards
+
+
+def test_an_evaluation_is_without_dropout(tmp_path):
+    target, draft = fixtures.tiny_target(), fixtures.tiny_drafter()
+    weights = load_target_weights(target)
+    model = TrainableDrafter(read_config(draft, target), 64, dropout=0.5)
+    store = Store(tmp_path, TAPS, weights.fingerprint)
+    trainer = train.Trainer(tmp_path, {}, model, weights, store, TrainOptions(), print)
+    modes = []
+    with mock.patch.object(train, "proxy_sums") as sums, mock.patch.object(train, "save_drafter"):
+        sums.side_effect = lambda *given: modes.append(model.training) or torch.ones(8)
+        trainer.evaluate()
+    assert modes == [False] and model.training
 
 
 def test_processes_end_together_whatever_time_each_has_spent(tmp_path, monkeypatch):
