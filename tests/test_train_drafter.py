@@ -56,6 +56,11 @@ def test_dropout_is_for_training_only():
     given = embeddings, torch.randn(1, 20, len(TAPS) * 64), positions[None]
     with torch.no_grad():
         assert not torch.equal(model(*given), model(*given))
+        for context, layers in ((0.3, 0.0), (0.0, 0.3)):
+            model.dropout = context
+            for layer in model.layers:
+                layer.dropout = layers
+            assert not torch.equal(model(*given), model(*given))
         assert torch.equal(model.eval()(*given), plain(*given))
 
 

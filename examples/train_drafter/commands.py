@@ -100,6 +100,8 @@ def train(args: argparse.Namespace) -> None:
     options = TrainOptions(**values)
     if not options.steps and not options.minutes:
         raise ValueError("train: give --steps or --minutes, so that the run has an end")
+    if not 0 <= args.dropout < 1:
+        raise ValueError(f"train: --dropout must be at least 0 and below 1, got {args.dropout}")
     config, init = _config(args, target)
     prepare(work / "runs" / args.run, target, config, options, {"init": init})
     start(RunOptions(work, args.run, target, args.processes, args.threads), options)
