@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,14 @@ def make_drafter(
     mask_token_id: int = TINY_MASK,
     dtype: torch.dtype = torch.float32,
     prefix: str = "",
+    draft_tokens: Sequence[int] | None = None,
     **overrides: Any,
 ) -> Path:
     """Write a random DFlash drafter for the target in `target`, and return its folder.
 
     Args:
         prefix: what the tensor names begin with, "" or "model.".
+        draft_tokens: the target's tokens that it drafts; None for all.
         overrides: entries of the drafter's config.json, such as `layer_types`, `sliding_window`,
             `is_causal`, or `dflash_config` (merged into the default one).
     """
@@ -134,6 +137,10 @@ def make_drafter(
         prefix + name: _random_weight(name, shape, generator).to(dtype)
         for name, shape in drafter_shapes(config).items()
     }
+    if draft_tokens is not None:
+        config["draft_vocab_size"] = len(draft_tokens)
+        offsets = [token - place for place, token in enumerate(draft_tokens)]
+        tensors[prefix + "d2t"] = torch.tensor(offsets, dtype=torch.int64)
     folder = folder or new_folder()
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

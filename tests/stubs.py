@@ -132,7 +132,9 @@ def _built_once(build: Callable[..., Any]) -> Callable[..., Any]:
     def shared(folder: Path, *args: Any, parallel: Parallel = SINGLE, **rest: Any) -> Any:
         if parallel.size > 1:
             return build(folder, *args, parallel=parallel, **rest)
-        key = (str(folder), *(str(a) for a in args if isinstance(a, (torch.device, torch.dtype))))
+        tokens = rest.get("draft_tokens")
+        key = (str(folder), str(None if tokens is None else tokens.tolist()))
+        key += tuple(str(a) for a in args if isinstance(a, (torch.device, torch.dtype)))
         if key not in built:
             built[key] = build(folder, *args, **rest)
         return built[key]

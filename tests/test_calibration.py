@@ -158,6 +158,24 @@ def test_records_are_the_drafters_candidates_and_the_targets_noise(temperature):
         assert all((own - log_q[i]).abs().min() < 1e-4 for i in best)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_records_are_of_the_tokens_that_are_drafted(temperature):
+    """Log-probabilities among them; what the target said instead is never right."""
+    model = TrainableDrafter(read_config(tiny_drafter(), tiny_target()), 256)
+    load_weights(model, tiny_drafter())
+    weights = load_target_weights(tiny_target())
+    tokens = torch.randint(3, 98, (30,), generator=torch.Generator().manual_seed(7)).numpy()
+    target = build_target(tiny_target(), get_ops("torch", CPU), CPU, torch.float32, progress=False)
+    rows = compute_features(target, [tokens], model.config.target_layer_ids)
+    item = Item(Sequence(tokens, 8, temperature), rows, model.config.hidden_size)
+    some = torch.tensor([int(tokens[12]), int(tokens[20]), 97]).unique()
+    found = _draft(model, weights, item, 99, some)
+    assert found.log_q.shape[-1] == (3 if temperature == 0 else 9)
+    torch.testing.assert_close(found.log_q.exp().sum(-1), torch.ones(21, DEPTH))
+    right = found.right[:, 0].any(-1)
+    assert right.tolist() == [int(t) in some for t in tokens[9:]]
+
+
 def test_weights_are_log_probabilities_of_being_right():
     weights = TreeWeights.make(GOOD, DEPTH, CPU)
     log_q = torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(1)).log_softmax(-1)

@@ -197,6 +197,13 @@ def test_block_size_and_mask_id_on_either_level(tmp_path):
     assert (config.block_size, config.mask_token_id) == (8, 9)
 
 
+def test_how_many_tokens_are_drafted(tmp_path):
+    assert draft_config(tmp_path).draft_vocab_size is None
+    assert draft_config(tmp_path, draft_vocab_size=9).draft_vocab_size == 9
+    assert draft_config(tmp_path, dflash_config={"draft_vocab_size": 9}).draft_vocab_size == 9
+    assert draft_config(tmp_path, draft_vocab_size=101).draft_vocab_size is None
+
+
 def test_published_drafters_auto_map_is_tolerated(tmp_path):
     assert draft_config(tmp_path, auto_map={"AutoModel": "dflash.DFlashDraftModel"}).depth == 5
 
@@ -263,6 +270,9 @@ def test_draft_views(tmp_path, changes, views):
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "RoPE type 'longrope'"),
         ({"hidden_act": "relu"}, "hidden_act"),
         ({"head_dim": 15}, "head_dim must be even"),
+        ({"draft_vocab_size": 102}, "draft_vocab_size must be at most .* 101, got 102"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size .* integer >= 1, got 0"),
+        ({"dflash_config": {"draft_vocab_size": "7"}}, "draft_vocab_size .* integer >= 1"),
     ],
 )
 def test_draft_refusals(tmp_path, changes, match):

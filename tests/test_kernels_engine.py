@@ -5,7 +5,7 @@ import dataclasses
 import random
 
 import pytest
-from fixtures import tiny_drafter, tiny_target
+from fixtures import make_drafter, tiny_drafter, tiny_target
 from kernel_tools import interpreted
 from stubs import FULL, SIBLINGS, by_anchor, install
 
@@ -68,6 +68,26 @@ def check(architecture, budget, jobs, ranks=SIBLINGS, longest=20):
 def test_a_few_rounds():
     ((tokens, rounds, _),) = check("llama", 8, [SamplingParams(max_new_tokens=6)], longest=4)
     assert len(tokens) == 6 and rounds < 4
+
+
+@interpreted
+def test_a_few_rounds_of_a_drafter_of_some_tokens():
+    """A tree of more nodes than it knows tokens."""
+    draft = str(make_drafter(tiny_target(), draft_tokens=[7, 20, 50]))
+    jobs = [
+        SamplingParams(max_new_tokens=3, trace=True),
+        SamplingParams(max_new_tokens=3, trace=True, temperature=0.9, seed=3),
+    ]
+    found = []
+    for kernels in ("torch", "triton"):
+        with (
+            Engine(str(tiny_target()), draft, budget=5, page_size=4, kernels=kernels) as tested,
+            only(kernels),
+        ):
+            outputs = tested.generate([[5, 6], [9, 8]], jobs)
+        found.append([(o.token_ids, [r.tokens for r in o.trace]) for o in outputs])
+    assert found[0] == found[1]
+    assert {t for _, rounds in found[1] for r in rounds for t in r[1:]} <= {7, 20, 50}
 
 
 @interpreted

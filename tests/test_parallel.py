@@ -111,6 +111,28 @@ def test_rejection_runs_on_one_rank_only():
         run_threads(2, lambda rank: tiny_engine(process_group=rank, verify="rejection"))
 
 
+@pytest.mark.parametrize("tokens", [range(0, 101, 7), [3, 4, 9]], ids=["spread", "first"])
+def test_drafters_of_some_tokens_run_on_several_ranks(tokens):
+    """In the second case only one rank has any of them."""
+    draft = str(make_drafter(tiny_target(), draft_tokens=list(tokens)))
+    asked = [
+        SamplingParams(max_new_tokens=12, trace=True),
+        SamplingParams(max_new_tokens=12, trace=True, temperature=0.9, seed=4),
+        SamplingParams(max_new_tokens=12, speculation="chain", temperature=0.9, seed=4),
+    ]
+
+    def answers(**options):
+        with tiny_engine(draft=draft, budget=7, **options) as engine:
+            outputs = engine.generate([[5, 6, 7]] * 3, asked)
+        return [(o.token_ids, [r.tokens for r in o.trace or ()]) for o in outputs]
+
+    alone = answers()
+    nodes = {t for _, rounds in alone for r in rounds for t in r[1:]}
+    assert nodes <= set(tokens)
+    for found in run_threads(2, lambda rank: answers(process_group=rank)):
+        assert found == alone
+
+
 # -- the vocabulary in shards ---------------------------------------------------------------------
 
 

@@ -220,6 +220,68 @@ def test_a_dropout_out_of_range_is_refused(tmp_path, capsys, value):
     assert not (tmp_path / "runs").exists()
 
 
+def write_answers(work: Path, answers: list[list[int]]) -> None:
+    """A shard of prompts that all train but one, which is held out and has the last answer."""
+    prompts = (np.array([5, n]) for n in itertools.count(6))
+    train = list(itertools.islice((p for p in prompts if not data.is_heldout(p)), len(answers) - 1))
+    held = next(p for n in itertools.count(6) if data.is_heldout(p := np.array([5, n])))
+    data.write_shard(
+        work / "corpus" / "a-0000.npz",
+        [
+            data.Sequence(np.concatenate([prompt, answer]), 2, 0.0)
+            for prompt, answer in zip([*train, held], answers, strict=True)
+        ],
+    )
+
+
+def test_a_shortlist_is_of_the_most_frequent_tokens(tmp_path, capsys):
+    target = fixtures.tiny_target()
+    draft = fixtures.make_drafter(target)
+    write_answers(tmp_path, [[40] * 5 + [7] * 3 + [90] * 4, [90, 90, 12, 13], [40, 55, 55, 55, 7]])
+    command = ["--target", str(target), "--work", str(tmp_path)]
+    ask = ["shortlist", *command, "--draft", str(draft), "--size"]
+    assert main([*ask, "3"]) == 0
+    # 14 of 16 tokens, and 2 of 5.
+    assert "3 tokens, 87.50% of the answers, 40.00% of those held out" in capsys.readouterr().out
+    with Engine(str(target), str(draft), budget=6) as engine:
+        assert engine.describe()["draft_vocab_size"] == 3
+        (output,) = engine.generate([5, 6], SamplingParams(max_new_tokens=9, trace=True))
+        drafted = {token for r in output.trace for token in r.tokens[1:]}
+        assert drafted and drafted <= {7, 40, 90}
+    # Again, from what is there now; training goes on from it with the whole vocabulary.
+    assert main([*ask, "4"]) == 0
+    with Engine(str(target), str(draft)) as engine:
+        assert engine.describe()["draft_vocab_size"] == 4
+        assert engine._target.draft_tokens.tolist() == [7, 12, 40, 90]
+    make_work(tmp_path, target, shards=1)
+    (tmp_path / "corpus" / "a-0000.npz").unlink()
+    begin = ["train", *command, "--init", str(draft), "--steps", "1", "--batch", "2"]
+    assert main(begin) == 0
+    made = tmp_path / "runs" / "default" / "latest"
+    assert read_config(made, target).draft_vocab_size is None
+    with Engine(str(target), str(made)) as engine:
+        assert engine._target.draft_tokens is None
+
+
+def test_a_shortlist_that_cannot_be_made_is_refused(tmp_path, capsys):
+    target, draft = fixtures.tiny_target(), fixtures.make_drafter(fixtures.tiny_target())
+    command = ["shortlist", "--target", str(target), "--work", str(tmp_path)]
+    command += ["--draft", str(draft), "--size"]
+    before = (draft / "config.json").read_bytes(), (draft / "model.safetensors").read_bytes()
+    for size in ("0", "-1", "101"):
+        assert main([*command, size]) == 1
+        assert "--size must be from 1 to 100" in capsys.readouterr().err
+    assert main([*command, "5"]) == 1
+    assert "no answers" in capsys.readouterr().err
+    write_answers(tmp_path, [[40, 101], [3, 4]])
+    assert main([*command, "5"]) == 1
+    assert "a-0000 has tokens beyond the vocabulary of 101" in capsys.readouterr().err
+    assert before == (
+        (draft / "config.json").read_bytes(),
+        (draft / "model.safetensors").read_bytes(),
+    )
+
+
 def test_an_evaluation_is_without_dropout(tmp_path):
     target, draft = fixtures.tiny_target(), fixtures.tiny_drafter()
     weights = load_target_weights(target)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from ddtree.config.calibration import Calibration, load_calibration
+from ddtree.config.entries import (
+    dtype_name,
+    find_architecture,
+    is_int,
+    positive,
+    read_json,
+    refuse,
+)
 
 TARGET_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 """Target architectures that we run, with the `model_type` that goes with each."""
@@ -82,6 +89,8 @@ class DraftConfig(LayerConfig):
     """One view per drafter layer."""
     calibration: Calibration | None = None
     """None where the checkpoint has none."""
+    draft_vocab_size: int | None = None
+    """How many of the target's tokens it drafts, which its tensor `d2t` names; None for all."""
     input_embedding_scale: float = 1.0
 
     @property
@@ -97,8 +106,8 @@ def load_target_config(folder: str | Path) -> ModelConfig:
         ValueError: config.json is missing, names an architecture or an option that we don't run,
             or asks for remote code (`auto_map`), which is never executed.
     """
-    raw = _read_json(Path(folder), "config.json")
-    architecture = _architecture(raw, tuple(TARGET_ARCHITECTURES), "target")
+    raw = read_json(Path(folder), "config.json")
+    architecture = find_architecture(raw, tuple(TARGET_ARCHITECTURES), "target")
     if raw.get("auto_map"):
         raise ValueError(
             f"target: config.json asks for remote code (auto_map {raw['auto_map']!r}), which is "
@@ -115,7 +124,7 @@ def load_target_config(folder: str | Path) -> ModelConfig:
         values = AutoConfig.from_pretrained(str(folder), trust_remote_code=False).to_dict()
     except Exception as error:
         raise ValueError(f"target: transformers refuses its config.json: {error}") from error
-    _refuse(values, "target", hidden_act="silu", quantization_config=None)
+    refuse(values, "target", hidden_act="silu", quantization_config=None)
     if set(values.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError(
             f'target: layer_types other than "full_attention" are not supported, '
@@ -125,9 +134,9 @@ def load_target_config(folder: str | Path) -> ModelConfig:
         **_layer_shapes(values, "target"),
         mlp_bias=bool(values.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
-        torch_dtype=_dtype_name(raw),
+        torch_dtype=dtype_name(raw),
         architecture=architecture,
-        vocab_size=_positive(values, "vocab_size", "target"),
+        vocab_size=positive(values, "vocab_size", "target"),
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
         eos_token_ids=_eos_token_ids(Path(folder), values),
     )
@@ -142,15 +151,15 @@ def load_draft_config(folder: str | Path, target: ModelConfig) -> DraftConfig:
         ValueError: a required entry is missing, an option is one that we don't run, or the
             drafter was made for another target.
     """
-    raw = _read_json(Path(folder), "config.json")
-    _architecture(raw, DRAFT_ARCHITECTURES, "draft")
+    raw = read_json(Path(folder), "config.json")
+    find_architecture(raw, DRAFT_ARCHITECTURES, "draft")
     nested = raw.get("dflash_config") or {}
     if not isinstance(nested, dict):
         raise ValueError(f"draft: dflash_config must be an object, got {nested!r}")
     both = {**raw, **nested}
-    _refuse(both, "draft", hidden_act="silu", quantization_config=None, draft_vocab_size=None)
-    _refuse(both, "draft", output_multiplier=1, final_logit_softcapping=0)
-    _refuse(both, "draft", attention_sink_bias=False, fc_norm=False)
+    refuse(both, "draft", hidden_act="silu", quantization_config=None)
+    refuse(both, "draft", output_multiplier=1, final_logit_softcapping=0)
+    refuse(both, "draft", attention_sink_bias=False, fc_norm=False)
     shapes = _layer_shapes(
         {"max_position_embeddings": target.max_position_embeddings} | raw, "draft"
     )
@@ -160,7 +169,7 @@ def load_draft_config(folder: str | Path, target: ModelConfig) -> DraftConfig:
             f"{target.hidden_size}; the drafter was made for another target"
         )
     taps = both.get("target_layer_ids")
-    if not isinstance(taps, list) or not taps or not all(_is_int(tap) for tap in taps):
+    if not isinstance(taps, list) or not taps or not all(is_int(tap) for tap in taps):
         raise ValueError(
             "draft: config.json must list the tapped target layers as "
             f"dflash_config.target_layer_ids, got {taps!r}"
@@ -171,12 +180,18 @@ def load_draft_config(folder: str | Path, target: ModelConfig) -> DraftConfig:
             f"got {taps}"
         )
     mask = both.get("mask_token_id")
-    if not _is_int(mask) or not 0 <= mask < target.vocab_size:
+    if not is_int(mask) or not 0 <= mask < target.vocab_size:
         raise ValueError(
             f"draft: mask_token_id must be in the target's vocabulary, 0..{target.vocab_size - 1}, "
             f"got {mask!r}"
         )
-    if _positive(both, "block_size", "draft") < 2:
+    drafted = both.get("draft_vocab_size")
+    if drafted is not None and positive(both, "draft_vocab_size", "draft") > target.vocab_size:
+        raise ValueError(
+            f"draft: draft_vocab_size must be at most the target's vocabulary, "
+            f"{target.vocab_size}, got {drafted}"
+        )
+    if positive(both, "block_size", "draft") < 2:
         raise ValueError("draft: block_size counts the anchor too and must be >= 2, got 1")
     scale = both.get("input_embedding_scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
@@ -185,11 +200,12 @@ def load_draft_config(folder: str | Path, target: ModelConfig) -> DraftConfig:
         **shapes,
         mlp_bias=False,
         qk_norm=True,
-        torch_dtype=_dtype_name(raw),
+        torch_dtype=dtype_name(raw),
         block_size=both["block_size"],
         mask_token_id=mask,
         target_layer_ids=tuple(taps),
         layer_views=_layer_views(both, shapes["num_layers"]),
+        draft_vocab_size=None if drafted == target.vocab_size else drafted,
         calibration=load_calibration(Path(folder), both["block_size"] - 1),
         input_embedding_scale=float(scale),
     )
@@ -218,7 +234,7 @@ def _layer_views(values: dict[str, Any], num_layers: int) -> tuple[View, ...]:
         )
     window = 0
     if "sliding_attention" in types and values.get("use_sliding_window") is not False:
-        window = _positive(values, "sliding_window", "draft")
+        window = positive(values, "sliding_window", "draft")
     flags = {name: values.get(name) for name in ("is_causal", "causal", "causal_head")}
     given = {name: flag for name, flag in flags.items() if flag is not None}
     if not all(isinstance(flag, bool) for flag in given.values()):
@@ -233,26 +249,26 @@ def _layer_views(values: dict[str, Any], num_layers: int) -> tuple[View, ...]:
 
 
 def _layer_shapes(values: dict[str, Any], role: str) -> dict[str, Any]:
-    heads = _positive(values, "num_attention_heads", role)
+    heads = positive(values, "num_attention_heads", role)
     kv_heads = heads
     if values.get("num_key_value_heads") is not None:
-        kv_heads = _positive(values, "num_key_value_heads", role)
+        kv_heads = positive(values, "num_key_value_heads", role)
     if heads % kv_heads:
         raise ValueError(
             f"{role}: num_attention_heads {heads} is not a multiple of num_key_value_heads "
             f"{kv_heads}"
         )
-    hidden = _positive(values, "hidden_size", role)
+    hidden = positive(values, "hidden_size", role)
     head_dim = hidden // heads
     if values.get("head_dim") is not None:
-        head_dim = _positive(values, "head_dim", role)
+        head_dim = positive(values, "head_dim", role)
     if head_dim % 2:
         raise ValueError(f"{role}: head_dim must be even for RoPE, got {head_dim}")
-    positions = _positive(values, "max_position_embeddings", role)
+    positions = positive(values, "max_position_embeddings", role)
     return {
         "hidden_size": hidden,
-        "intermediate_size": _positive(values, "intermediate_size", role),
-        "num_layers": _positive(values, "num_hidden_layers", role),
+        "intermediate_size": positive(values, "intermediate_size", role),
+        "num_layers": positive(values, "num_hidden_layers", role),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -290,61 +306,15 @@ def _rope(values: dict[str, Any], role: str, max_positions: int) -> RopeConfig:
     return RopeConfig(**scaling)
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    path = folder / name
-    if not path.is_file():
-        raise ValueError(f"{folder} is not a checkpoint folder: it has no {name}")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return values
-
-
-def _architecture(raw: dict[str, Any], known: tuple[str, ...], role: str) -> str:
-    names = raw.get("architectures") or ["(none in config.json)"]
-    for name in names:
-        if name in known:
-            return name
-    remote = "; its auto_map code is never run" if raw.get("auto_map") else ""
-    raise ValueError(
-        f"{role}: architecture {', '.join(map(str, names))} is not supported, only "
-        f"{', '.join(known)}{remote}"
-    )
-
-
-def _refuse(values: dict[str, Any], role: str, **neutral: Any) -> None:
-    for name, only in neutral.items():
-        if values.get(name) not in (None, only):
-            raise ValueError(f"{role}: {name} {values[name]!r} is not supported, only {only!r}")
-
-
-def _is_int(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _positive(values: dict[str, Any], name: str, role: str) -> int:
-    value = values.get(name)
-    if not _is_int(value) or value < 1:
-        raise ValueError(f"{role}: {name} in config.json must be an integer >= 1, got {value!r}")
-    return value
-
-
-def _dtype_name(raw: dict[str, Any]) -> str:
-    return str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-
-
 def _eos_token_ids(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
     """The ids of generation_config.json where it has some, else those of config.json."""
     found = None
     if (folder / "generation_config.json").is_file():
-        found = _read_json(folder, "generation_config.json").get("eos_token_id")
+        found = read_json(folder, "generation_config.json").get("eos_token_id")
     if found is None:
         found = values.get("eos_token_id")
     ids = [] if found is None else found if isinstance(found, list) else [found]
     for token in ids:
-        if not _is_int(token) or not 0 <= token < values["vocab_size"]:
+        if not is_int(token) or not 0 <= token < values["vocab_size"]:
             raise ValueError(f"target: eos_token_id {token!r} is not in its vocabulary")
     return tuple(ids)

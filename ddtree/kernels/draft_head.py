@@ -11,7 +11,7 @@ import warnings
 import torch
 from torch import Tensor
 
-LEAST_WEIGHTS = 1 << 23
+LEAST_WEIGHTS = 1 << 22
 """Smaller heads stay in the cache, and gain nothing."""
 ROWS = 4096
 """Vocabulary rows that are quantised at once."""

@@ -86,6 +86,9 @@ class DFlash(nn.Module):
         self.context_kv.load(checkpoint)
         self.context_norms = torch.stack([layer.attention.k_norm.weight for layer in self.layers])
         self.norm.load(checkpoint, "norm")
+        if self.config.draft_vocab_size is not None:
+            checkpoint.ignore("d2t")
+            checkpoint.ignore("t2d")
 
     @property
     def views(self) -> tuple[View, ...]:
@@ -132,3 +135,29 @@ class DFlash(nn.Module):
         cos, sin = self.rope(positions)
         eps = self.config.rms_norm_eps
         self.ops.write_context(rows, cos, sin, self.context_norms, eps, slots, kv)
+
+
+def read_draft_tokens(
+    checkpoint: Checkpoint, config: DraftConfig, vocab_size: int
+) -> Tensor | None:
+    """The tokens that a drafter of a part of the vocabulary drafts, ascending; None for all.
+
+    As in EAGLE-3's checkpoints, draft token i is the target's token `i + d2t[i]`.
+
+    Returns:
+        [draft_vocab_size] int64 on CPU.
+
+    Raises:
+        ValueError: `d2t` is missing, or is no table of as many different tokens.
+    """
+    if config.draft_vocab_size is None:
+        return None
+    offsets = checkpoint.integers("d2t", config.draft_vocab_size)
+    tokens = (offsets + torch.arange(len(offsets))).sort().values
+    inside = int(tokens[0]) >= 0 and int(tokens[-1]) < vocab_size
+    if not inside or bool((tokens[1:] == tokens[:-1]).any()):
+        raise ValueError(
+            f"draft: d2t in {checkpoint.folder} must lead to {len(tokens)} different tokens of the "
+            f"target's vocabulary, 0..{vocab_size - 1}"
+        )
+    return tokens

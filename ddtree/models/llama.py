@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ class Llama(nn.Module):
 
     Attributes:
         vocab: this rank's part of the vocabulary, of embedding and head.
+        draft_tokens: [n] int64 columns of `logits` that `draft_logits` has; None for all.
         kv_shape: layers, this rank's key/value heads, and head size of the KV pool.
 
     Raises:
@@ -51,6 +53,8 @@ class Llama(nn.Module):
         self.embedding: Any = None
         self.head = Linear(ops, config.hidden_size, {"lm_head": self.vocab})
         self.draft_head: Any = None
+        self.draft_tokens: Tensor | None = None
+        self._draft_rows: Any = None
         self.layers = [DecoderLayer(config, ops, parallel) for _ in range(config.num_layers)]
         self.kv_shape = (config.num_layers, self.layers[0].attention.kv_heads, config.head_dim)
         self.traced = TracedLayers(self.layers, config, ops, parallel)
@@ -58,11 +62,14 @@ class Llama(nn.Module):
         num_positions = num_positions or config.max_position_embeddings + ROPE_MARGIN
         self.rope = Rope(config.rope, config.head_dim, num_positions, device)
 
-    def load(self, checkpoint: Checkpoint, drafts: bool = False) -> None:
+    def load(
+        self, checkpoint: Checkpoint, drafts: bool = False, draft_tokens: Tensor | None = None
+    ) -> None:
         """Fill every weight from `checkpoint`.
 
         Args:
             drafts: whether `draft_logits` will be called.
+            draft_tokens: [n] int64 ascending tokens that it is for; None for all.
 
         Raises:
             ValueError: a tensor is missing or has another shape.
@@ -81,15 +88,28 @@ class Llama(nn.Module):
             self.head.load(checkpoint)
         if drafts:
             name = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
-            size = self.vocab.size * self.config.hidden_size
-            read = partial(checkpoint.read, f"{name}.weight", shape)
-            self.draft_head = self.ops.draft_head(read, size)
+            self._make_draft_head(partial(checkpoint.read, f"{name}.weight", shape), draft_tokens)
         if not self.config.tie_word_embeddings:
             self.embedding = checkpoint.read("model.embed_tokens.weight", shape)
         for index, layer in enumerate(self.layers):
             layer.load(checkpoint, f"model.layers.{index}.")
             checkpoint.ignore(f"model.layers.{index}.self_attn.rotary_emb.inv_freq")
         self.norm.load(checkpoint, "model.norm")
+
+    def _make_draft_head(self, read: Callable[[], Tensor], tokens: Tensor | None) -> None:
+        """`read` gives the head's weight; the tokens are those of all ranks."""
+        count = self.vocab.size
+        if tokens is not None:
+            local = tokens - self.vocab.start
+            local = local[(local >= 0) & (local < count)].to(self.device)
+            self.draft_tokens, count, whole, there = local, len(local), read, self.head.weight
+
+            def read() -> Tensor:
+                return (there if isinstance(there, Tensor) else whole())[local]
+
+        self.draft_head = self.ops.draft_head(read, count * self.config.hidden_size)
+        if self.draft_head is None and tokens is not None:
+            self._draft_rows = self.ops.pack_linear(read())
 
     def views(self, kind: str) -> tuple[View, ...]:
         """The attention views that a forward of `kind` ("causal" or "tree") uses."""
@@ -135,5 +155,12 @@ class Llama(nn.Module):
         return self.head(hidden.to(self.dtype)).float()
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """As `logits`, of the drafter's hidden states; cheaper and a little less exact on CPU."""
-        return self.logits(hidden) if self.draft_head is None else self.draft_head(hidden)
+        """As `logits`, of the drafter's hidden states; cheaper and a little less exact on CPU.
+
+        Of the columns `draft_tokens` only, where the drafter knows no others.
+        """
+        if self.draft_head is not None:
+            return self.draft_head(hidden)
+        if self.draft_tokens is None:
+            return self.logits(hidden)
+        return self.ops.linear(hidden.to(self.dtype), self._draft_rows).float()

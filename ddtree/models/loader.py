@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +35,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOATS = {"F64", "F32", "F16", "BF16"}
+INTEGERS = {"I64", "I32"}
 PROBES, PROBE_BYTES = 64, 4096
 SCRATCH_BYTES = 32 * 2**20
 """Weights below this size that are to be packed are read into one buffer: see `Checkpoint.pack`."""
@@ -178,6 +179,19 @@ class Checkpoint:
         self._fill(out, name, parts)
         return out
 
+    def integers(self, name: str, size: int) -> Tensor:
+        """Return the integers of tensor `name`, `[size]` int64 on CPU.
+
+        Raises:
+            ValueError: the tensor is missing, has another shape, or holds something else.
+        """
+        self._check(name, (size,), INTEGERS)
+        path, stored = self._files[name]
+        with safe_open(path, framework="pt") as file:
+            found = file.get_tensor(stored).long()
+        self._mark(name)
+        return found
+
     def tied(self, name: str, shape: tuple[int | Part, int]) -> tuple[Tensor, Any]:
         """Return tensor `name` twice: as a table to look rows up in, and packed for `ops.linear`.
 
@@ -245,7 +259,7 @@ class Checkpoint:
             out.copy_(file.get_slice(stored)[tuple(part.slice for part in parts)])
         self._mark(name)
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, shape: tuple[int, ...], dtypes: Set[str] = FLOATS) -> None:
         if name not in self._files:
             raise ValueError(f"{self.folder}: tensor {name} is missing, expected {list(shape)}")
         path, stored = self._files[name]
@@ -256,9 +270,9 @@ class Checkpoint:
             raise ValueError(
                 f"{path}: tensor {name} has shape {list(found)}, expected {list(shape)}"
             )
-        if dtype not in FLOATS:
+        if dtype not in dtypes:
             raise ValueError(
-                f"{path}: tensor {name} is stored as {dtype}; only {', '.join(sorted(FLOATS))} "
+                f"{path}: tensor {name} is stored as {dtype}; only {', '.join(sorted(dtypes))} "
                 "are supported"
             )
 

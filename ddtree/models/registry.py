@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ddtree.config import ModelConfig, load_draft_config, load_target_config
 from ddtree.kernels.reference import TorchOps
-from ddtree.models.dflash import DFlash
+from ddtree.models.dflash import DFlash, read_draft_tokens
 from ddtree.models.layers import ROPE_MARGIN
 from ddtree.models.llama import Llama
 from ddtree.models.loader import Checkpoint, resolve
@@ -32,6 +33,7 @@ def build_target(
     progress: bool | None = None,
     parallel: Parallel = SINGLE,
     drafts: bool = False,
+    draft_tokens: Tensor | None = None,
 ) -> Llama:
     """Build the target in `folder` and load its weights.
 
@@ -41,6 +43,7 @@ def build_target(
         progress: show a progress bar; None shows it for big checkpoints only.
         parallel: the ranks that the model is divided among.
         drafts: whether a drafter uses its head, too.
+        draft_tokens: [n] int64 ascending, those that it drafts; None for all.
 
     Raises:
         ValueError: the architecture or an option of it is not supported, or the checkpoint is not
@@ -49,7 +52,7 @@ def build_target(
     config = load_target_config(folder)
     model = TARGETS[config.architecture](config, ops, device, dtype, num_positions, parallel)
     with Checkpoint(folder, ops, device, dtype, progress=progress) as checkpoint:
-        model.load(checkpoint, drafts)
+        model.load(checkpoint, drafts, draft_tokens)
     return model.eval()
 
 
@@ -107,9 +110,14 @@ def build_models(
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found is None or found not in DTYPES.values():
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    drafts = draft is not None
-    built = build_target(target, ops, device, found, parallel=parallel, drafts=drafts)
     if draft is None:
-        return built, None
-    safe = torch.bfloat16 if found == torch.float16 else found
+        return build_target(target, ops, device, found, parallel=parallel), None
+    shapes, safe = load_draft_config(draft, config), found
+    if found == torch.float16:
+        safe = torch.bfloat16
+    tables = Checkpoint(draft, ops, device, safe, strip="model.", progress=False)
+    tokens = read_draft_tokens(tables, shapes, config.vocab_size)
+    built = build_target(
+        target, ops, device, found, parallel=parallel, drafts=True, draft_tokens=tokens
+    )
     return built, build_drafter(draft, config, ops, device, safe, parallel=parallel)

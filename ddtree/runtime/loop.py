@@ -59,6 +59,10 @@ class Loop:
             buckets = Buckets.make(max_batch_size, budget, block, width, page_size, narrow)
             keys = graph_keys(buckets, block, page_size, narrow)
 
+        choice = target.config.vocab_size
+        if drafter is not None:
+            choice = drafter.config.draft_vocab_size or choice
+
         def runner(pages: int) -> Runner:
             made = Runner.build(
                 target,
@@ -69,7 +73,7 @@ class Loop:
                 num_pages=pages,
                 table_width=width,
                 max_nodes=nodes,
-                num_candidates=max(1, min(budget, target.config.vocab_size)),
+                num_candidates=max(1, min(budget, choice)),
                 device=device,
                 prefill_chunk=prefill_chunk,
                 coupling=coupling,
@@ -116,7 +120,7 @@ class Loop:
     def describe(self) -> dict[str, Any]:
         """Settings as they were resolved, and how the decode rounds ran so far."""
         runner, scheduler = self.runner, self.scheduler
-        config, target = scheduler.config, runner.machine.target
+        config, target, drafter = scheduler.config, runner.machine.target, runner.machine.drafter
         head = "target's" if target.draft_head is None else "int8"
         return {
             "block_size": config.block_size,
@@ -128,7 +132,8 @@ class Loop:
             "preemptions": scheduler.preemptions,
             "kernels": runner.machine.ops.name,
             "linear": " + ".join(sorted(runner.machine.ops.packer.in_use)) or "torch",
-            "draft_head": None if runner.machine.drafter is None else head,
+            "draft_head": None if drafter is None else head,
+            "draft_vocab_size": None if drafter is None else drafter.config.draft_vocab_size,
             "cuda_graphs": 0 if runner.graphs is None else len(runner.graphs),
             "replayed_rounds": runner.rounds["replayed"],
             "eager_rounds": runner.rounds["eager"],

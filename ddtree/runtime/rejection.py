@@ -34,7 +34,7 @@ class RejectionSampler(RoundSampler):
         """Candidates drawn without replacement, and the weights that fix the tree's shape."""
         assert self.row is not None
         count = 1 if chain else min(self.machine.num_candidates, MAX_RANKS)
-        log_q = self._tempered(logits).log_softmax(-1)
+        log_q = self._tempered(self.machine.vocab.spread(logits)).log_softmax(-1)
         self.q = log_q.exp()
         ids = sample_drafts(log_q, self.row.seed, self.row.length, count)
         weights = shape_weights(ids.shape[1], count, ids.device)

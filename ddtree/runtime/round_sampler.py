@@ -71,14 +71,27 @@ class RoundSampler:
         return sampler
 
     def candidates(self, logits: Tensor, chain: bool) -> tuple[Tensor, Tensor]:
-        """Candidates of every depth and their weights, [B, L, K] each, from `logits [B, L, V]`.
+        """Candidates of every depth and their weights, [B, L, K] each, from drafting logits.
 
         For a chain only the ids matter, and K is 1.
+
+        logits: [B, L, V], or [B, L, n] of the tokens that the drafter knows.
         """
+        vocab, noise = self.machine.vocab, self.noise
+        noise = None if noise is None else noise[:, : logits.shape[1]]
+        narrow = vocab.narrow(noise)
+        if narrow is None:
+            return self.rank(vocab.spread(logits), noise, chain)
+        tokens, noise = narrow
+        places, weights = self.rank(logits, noise, chain)
+        return tokens[places], weights
+
+    def rank(self, logits: Tensor, noise: Tensor | None, chain: bool) -> tuple[Tensor, Tensor]:
+        """As `candidates`, of `logits [B, L, n]` with noise alike; ids are columns of these."""
         machine, vocab = self.machine, self.machine.vocab
         count = 1 if chain else machine.num_candidates
         trust = machine.weights
-        plain = self.noise is None and self.seeds is None
+        plain = noise is None and self.seeds is None
         if plain or self.sampling is None or (chain and trust is None):
             if chain:
                 ids = vocab.argmax(logits).unsqueeze(2)
@@ -90,16 +103,15 @@ class RoundSampler:
             return vocab.rank_candidates(logits, temperature, count)
         depth = logits.shape[1]
         alpha, scale = trust.alpha[:depth], trust.scale[:depth]
-        if self.noise is None:
+        if noise is None:
             assert self.seeds is not None and self.length is not None
             places = self.length[:, None] + torch.arange(1, depth + 1, device=logits.device)
             coupling = (self.seeds, places, alpha, scale)
             ids, weights = vocab.rank_seeded(logits, temperature, count, *coupling)
         elif chain:
-            scores = torch.addcmul(self.noise[:, :depth], logits, alpha[:, None])
+            scores = torch.addcmul(noise, logits, alpha[:, None])
             ids = weights = vocab.argmax(scores).unsqueeze(2)
         else:
-            noise = self.noise[:, :depth]
             ids, weights = vocab.rank_candidates(logits, temperature, count, noise, alpha, scale)
         if chain:
             return ids, ids

@@ -28,6 +28,9 @@ from ddtree.kernels.shards import (
     pack_candidates,
 )
 
+OUT_OF_REACH = -1e30
+"""Logit of a token that is not drafted: below all others with any noise, and still a number."""
+
 
 class Vocabulary:
     """The vocabulary of a target and its kernel set.
@@ -45,6 +48,7 @@ class Vocabulary:
         self.total, self.first, self.size = part.total, part.start, part.size
         self.widest = self.parallel.widest(part.total)
         self._alone = part.whole
+        self._drafted = target.draft_tokens
 
     @property
     def reducers(self) -> tuple[Reduce | None, Reduce | None]:
@@ -54,6 +58,20 @@ class Vocabulary:
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states `[..., H]` -> float32 logits `[..., size]` of this rank's tokens."""
         return self.target.logits(hidden)
+
+    def narrow(self, noise: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+        """Where drafts are of some tokens, and can be chosen among those alone: which, `[n]`, and
+        their `noise [B, L, size]`; else None, and `spread` is needed."""
+        if self._drafted is None or not self._alone or self.ops.fused:
+            return None
+        return self._drafted, None if noise is None else noise.index_select(2, self._drafted)
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Drafting logits `[B, L, n]` of some tokens -> `[B, L, size]`, all others out of reach."""
+        if self._drafted is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.size), OUT_OF_REACH)
+        return whole.index_copy_(-1, self._drafted, logits)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Most likely token per row of `logits [..., size]` -> `[...]`, lowest id on a tie."""

@@ -83,6 +83,13 @@ def parser() -> argparse.ArgumentParser:
                 flag, type=kind, default=item.default, help=HELP.get(item.name, item.name)
             )
 
+    shortlist = command(
+        "shortlist", "draft the most frequent tokens of the corpus only: a smaller head to read"
+    )
+    shortlist.add_argument("--draft", type=Path, help="a drafter folder; default: the run's best")
+    shortlist.add_argument("--run", default="default", help="the run that it comes from")
+    shortlist.add_argument("--size", type=int, default=12288, help="how many tokens")
+
     calibrate = command(
         "calibrate", "fit the weights of draft trees to a drafter; writes calibration.json"
     )

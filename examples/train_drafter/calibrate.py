@@ -69,12 +69,17 @@ def answer(engine: Engine, prompts: list[str], max_new_tokens: int, seed: int) -
 
 
 def record(
-    answers: list[Answer], model: TrainableDrafter, target: Llama, weights: TargetWeights
+    answers: list[Answer],
+    model: TrainableDrafter,
+    target: Llama,
+    weights: TargetWeights,
+    tokens: Tensor | None = None,
 ) -> dict[float, Records]:
     """Draft at every position of the answers; the records of each temperature.
 
     model:  the drafter.
     target: the engine's target model, for the features; weights: its head and embedding.
+    tokens: [n] int64, those that it drafts; None for all.
     """
     parts: dict[float, list[Records]] = {}
     for one in answers:
@@ -82,7 +87,7 @@ def record(
         if len(sequence.tokens) > sequence.start + 1:
             rows = compute_features(target, [sequence.tokens], model.config.target_layer_ids)
             item = Item(sequence, rows, model.config.hidden_size)
-            found = _draft(model, weights, item, one.seed)
+            found = _draft(model, weights, item, one.seed, tokens)
             parts.setdefault(sequence.temperature, []).append(found)
     if missing := [t for t in TEMPERATURES if t not in parts]:
         raise ValueError(
@@ -96,7 +101,13 @@ def record(
 
 
 @torch.inference_mode()
-def _draft(model: TrainableDrafter, target: TargetWeights, item: Item, seed: int) -> Records:
+def _draft(
+    model: TrainableDrafter,
+    target: TargetWeights,
+    item: Item,
+    seed: int,
+    tokens: Tensor | None = None,
+) -> Records:
     """The candidates at every answer position of one sequence."""
     config, temperature = model.config, item.sequence.temperature
     depth = config.block_size - 1
@@ -104,15 +115,19 @@ def _draft(model: TrainableDrafter, target: TargetWeights, item: Item, seed: int
     ones = torch.ones(depth)
     batch = make_batch([item], [anchors], config.block_size, config.mask_token_id, ones)
     hidden = model(target.embedding[batch.blocks], batch.features, batch.positions)[0, :, 1:]
+    barred = torch.zeros(len(target.head))
+    if tokens is not None:
+        barred.fill_(-torch.inf).index_fill_(0, tokens, 0.0)
     parts = []
     for at, states, labels in zip(anchors, hidden, batch.labels[0], strict=True):
-        log_q = (states @ target.head.t() / (temperature or 1.0)).log_softmax(-1)
+        logits = states @ target.head.t() + barred
+        log_q = (logits / (temperature or 1.0)).log_softmax(-1)
         noise, rankings = torch.zeros_like(log_q), RANKINGS[:1]
         if temperature:
             positions = at + torch.arange(1, depth + 1)
             noise = gumbel(torch.tensor([seed]), positions[None], 0, log_q.shape[1])[0]
             rankings = RANKINGS
-        count = min(CANDIDATES, log_q.shape[1])
+        count = min(CANDIDATES, int(barred.isfinite().sum()))
         best = [(a * log_q + noise).topk(count, -1).indices for a in rankings]
         ids = torch.cat(best, -1).sort(-1).values
         again = F.pad(ids[:, 1:] == ids[:, :-1], (1, 0))

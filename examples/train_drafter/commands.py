@@ -8,16 +8,19 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ddtree.config import load_draft_config, load_target_config
 from ddtree.kernels import get_ops
+from ddtree.models.dflash import read_draft_tokens
+from ddtree.models.loader import Checkpoint
 from ddtree.models.registry import build_target, resolve
 
-from .data import import_corpus, readable_shards
+from .data import count_answers, import_corpus, readable_shards
 from .drafter import TrainableDrafter
 from .features import add_features
-from .layout import load_weights, new_config, read_config
+from .layout import load_weights, new_config, read_config, shorten, without_shortlist
 from .prompts import compose, overlap, read_prompts
 from .run import RunOptions, prepare, start
 from .target import load_target_weights
@@ -49,7 +52,7 @@ def _config(args: argparse.Namespace, target: Path) -> tuple[dict, str]:
         return config, args.init
     folder = Path(args.init).expanduser().resolve()
     load_draft_config(folder, load_target_config(target))
-    return json.loads((folder / "config.json").read_text()), str(folder)
+    return without_shortlist(json.loads((folder / "config.json").read_text())), str(folder)
 
 
 def corpus(args: argparse.Namespace) -> None:
@@ -107,6 +110,27 @@ def train(args: argparse.Namespace) -> None:
     start(RunOptions(work, args.run, target, args.processes, args.threads), options)
 
 
+def shortlist(args: argparse.Namespace) -> None:
+    """Let a drafter draft the most frequent tokens of the corpus only."""
+    work, target = _folders(args)
+    draft = args.draft.expanduser() if args.draft else work / "runs" / args.run / "best"
+    read_config(draft, target)
+    vocab = load_target_config(target).vocab_size
+    if not 1 <= args.size < vocab:
+        raise ValueError(f"shortlist: --size must be from 1 to {vocab - 1}, got {args.size}")
+    train, heldout = count_answers(work, vocab, say)
+    if not train.any():
+        raise ValueError(f"shortlist: no answers in {work / 'corpus'} to count tokens in")
+    tokens = np.sort(np.argsort(-train, kind="stable")[: args.size])
+    shorten(draft, torch.from_numpy(tokens))
+    shares = (counts[tokens].sum() / max(1, counts.sum()) for counts in (train, heldout))
+    say(
+        "shortlist: {} tokens, {:.2%} of the answers, {:.2%} of those held out".format(
+            args.size, *shares
+        )
+    )
+
+
 def evaluate(args: argparse.Namespace) -> None:
     """Measure a drafter and write `evaluation.json` and `README.md` beside its weights."""
     from ddtree import Engine
@@ -162,7 +186,9 @@ def calibrate(args: argparse.Namespace) -> None:
         answers = answer(engine, prompts, args.max_new_tokens, args.seed)
     cpu = torch.device("cpu")
     features_of = build_target(target, get_ops("torch", cpu), cpu, torch.float32, progress=False)
-    records = record(answers, model, features_of, load_target_weights(target))
+    folder = Checkpoint(draft, features_of.ops, cpu, torch.float32, strip="model.", progress=False)
+    tokens = read_draft_tokens(folder, config, features_of.config.vocab_size)
+    records = record(answers, model, features_of, load_target_weights(target), tokens)
     for temperature, found in records.items():
         say(f"temperature {temperature}: {len(found.known)} positions")
     calibration = fit(records)

@@ -136,6 +136,22 @@ def readable_shards(work: Path, warn=print) -> Iterator[tuple[str, list[Sequence
             warn(f"skipped: {error}")
 
 
+def count_answers(work: Path, vocab_size: int, warn=print) -> tuple[np.ndarray, np.ndarray]:
+    """How often each token is in the answers: `[V]` of the training ones, `[V]` of those held out.
+
+    Raises:
+        ValueError: an answer has tokens beyond the vocabulary: it is another target's corpus.
+    """
+    train, heldout = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.int64)
+    for name, sequences in readable_shards(work, warn):
+        for sequence in sequences:
+            if len(sequence.answer) and int(sequence.answer.max()) >= vocab_size:
+                raise ValueError(f"corpus: {name} has tokens beyond the vocabulary of {vocab_size}")
+            counts = heldout if is_heldout(sequence.prompt) else train
+            np.add.at(counts, sequence.answer, 1)
+    return train, heldout
+
+
 def import_corpus(source: Path, work: Path, shard_tokens: int = 32768, seed: int = 0) -> Counter:
     """Cut an existing corpus file into filtered, shuffled shards, the held-out ones first."""
     keep = Filter()

@@ -15,6 +15,9 @@ from ddtree.config import DraftConfig, load_draft_config, load_target_config
 from .drafter import TrainableDrafter
 from .target import read_tensor
 
+TOKEN_TABLES = ("d2t", "t2d")
+"""Tensors that say which tokens are drafted; `shorten` makes the first."""
+
 
 def default_taps(num_layers: int, count: int = 5) -> list[int]:
     """`count` target layers spread evenly from the second to the third from last."""
@@ -64,6 +67,13 @@ def new_config(
             "mask_token_id": of_target["vocab_size"] - 1 if mask_token is None else mask_token,
         },
     }
+
+
+def without_shortlist(config: dict) -> dict:
+    """The config of the same drafter for the whole vocabulary, as `save_drafter` writes it."""
+    nested = config.get("dflash_config") or {}
+    config = {k: v for k, v in config.items() if k != "draft_vocab_size"}
+    return config | {"dflash_config": {k: v for k, v in nested.items() if k != "draft_vocab_size"}}
 
 
 def write_config(folder: Path, config: dict) -> None:
@@ -119,6 +129,7 @@ def load_weights(model: TrainableDrafter, folder: Path) -> None:
     given = {
         name.removeprefix("model."): tensor
         for name, tensor in load_file(folder / "model.safetensors").items()
+        if name not in TOKEN_TABLES
     }
     for name in sorted(own.keys() | given.keys()):
         if name not in given or name not in own:
@@ -141,4 +152,20 @@ def save_drafter(folder: Path, config: dict, weights: dict[str, Tensor]) -> None
         temporary,
         metadata={"format": "pt"},
     )
+    os.replace(temporary, folder / "model.safetensors")
+
+
+def shorten(folder: Path, tokens: Tensor) -> None:
+    """Let the drafter in `folder` draft `tokens [n]` int64, ascending, only.
+
+    Its config.json gets `draft_vocab_size`, its weights the table `d2t` of EAGLE-3's checkpoints:
+    draft token i is the target's token `i + d2t[i]`.
+    """
+    config = without_shortlist(json.loads((folder / "config.json").read_text()))
+    weights = load_file(folder / "model.safetensors")
+    weights = {name: t for name, t in weights.items() if name not in TOKEN_TABLES}
+    weights["d2t"] = (tokens - torch.arange(len(tokens))).to(torch.int32)
+    temporary = folder / f".model.{os.getpid()}"
+    save_file(weights, temporary, metadata={"format": "pt"})
+    write_config(folder, config | {"draft_vocab_size": len(tokens)})
     os.replace(temporary, folder / "model.safetensors")
