@@ -14,7 +14,7 @@ from train_drafter.calibrate import TEMPERATURES, Records, _draft, fit
 from train_drafter.data import Sequence
 from train_drafter.drafter import TrainableDrafter
 from train_drafter.features import compute_features
-from train_drafter.layout import load_weights, read_config
+from train_drafter.layout import load_weights, read_config, shorten
 from train_drafter.target import load_target_weights
 
 from ddtree import Engine, SamplingParams
@@ -228,12 +228,19 @@ def test_the_command_writes_a_file_that_the_engine_reads(tmp_path, monkeypatch, 
     options += ["--prompts", str(asked), "--max-new-tokens", "30"]
     assert main(["calibrate", *options]) == 0
     assert "temperature 0.7" in capsys.readouterr().out
+    whole = read_config(draft, tiny_target()).calibration
     calibration = read_config(draft, tiny_target()).calibration
     assert calibration is not None and len(calibration.alpha) == DEPTH
     with tiny_engine(draft=str(draft)) as engine, tiny_engine() as plain:
         params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=1)
         got, want = (e.generate([5, 6, 7], params)[0].token_ids for e in (engine, plain))
         assert got == want
+    # Of a few tokens, the right one is less often among the candidates.
+    shorten(draft, torch.tensor([3, 9, 27]))
+    assert read_config(draft, tiny_target()).calibration is None
+    assert main(["calibrate", *options]) == 0
+    few = read_config(draft, tiny_target()).calibration
+    assert few.greedy_hit[0] < whole.greedy_hit[0] and few.hit[0] < whole.hit[0]
     asked.write_text("4 5 6")
     assert main(["calibrate", *options]) == 1
     assert "prompts" in capsys.readouterr().err

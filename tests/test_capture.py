@@ -68,9 +68,10 @@ def sequences():
     return [(len(o.prompt_token_ids), o.prompt_token_ids + o.token_ids) for o in outputs]
 
 
-def make_runner(ranks=FULL, num_pages=BATCH * WIDTH, known=None):
+def make_runner(ranks=FULL, num_pages=BATCH * WIDTH, known=None, tokens=None):
     ops = get_ops("torch", CPU)
-    target = build_target(tiny_target(), ops, CPU, torch.float32)
+    some = {"drafts": True, "draft_tokens": tokens}
+    target = build_target(tiny_target(), ops, CPU, torch.float32, **some)
     inner = build_drafter(
         tiny_drafter(), load_target_config(tiny_target()), ops, CPU, torch.float32
     )
@@ -117,9 +118,9 @@ class Twins:
     captured one's dummy page is filled with NaN.
     """
 
-    def __init__(self, ranks, num_pages=BATCH * WIDTH, buckets=BUCKETS, known=None):
-        self.eager = make_runner(ranks, num_pages, known)
-        self.captured = make_runner(ranks, num_pages, known)
+    def __init__(self, ranks, num_pages=BATCH * WIDTH, buckets=BUCKETS, known=None, tokens=None):
+        self.eager = make_runner(ranks, num_pages, known, tokens)
+        self.captured = make_runner(ranks, num_pages, known, tokens)
         self.recorder = capture(self.captured, buckets)
         self.scheduler = Scheduler(
             SchedulerConfig(BATCH, PAGE, num_pages, 16, BLOCK, WIDTH, 1, buckets)
@@ -292,7 +293,14 @@ SAMPLED = {
 @pytest.mark.parametrize("name", SAMPLED)
 def test_replay_equals_eager_with_sampling(name):
     """And both give the tokens of plain rounds, which do no more than their one row asks for."""
-    kinds, level = SAMPLED[name]
+    replay_sampled(*SAMPLED[name])
+
+
+def test_replay_equals_eager_with_a_drafter_of_some_tokens():
+    replay_sampled([{"temperature": 1.0}, {}, {}], Level.NOISE, torch.arange(0, 101, 2))
+
+
+def replay_sampled(kinds, level, tokens=None):
     jobs = [
         (prompt, {"seed": i, "speculation": mode, "budget": 7, **kind})
         for i, (prompt, mode, kind) in enumerate(
@@ -307,7 +315,7 @@ def test_replay_equals_eager_with_sampling(name):
         outputs = engine.generate([prompt for prompt, _ in jobs], params)
     known = [(len(o.prompt_token_ids), o.prompt_token_ids + o.token_ids) for o in outputs]
     buckets = Buckets((4,), (8,), (WIDTH,), (Level.GREEDY, level))
-    twins = Twins(PARTLY, num_pages=60, buckets=buckets, known=known)
+    twins = Twins(PARTLY, num_pages=60, buckets=buckets, known=known, tokens=tokens)
     for prompt, options in jobs:
         twins.add(prompt, max_new_tokens=24, ignore_eos=False, **options)
     while twins.scheduler.unfinished:
@@ -426,10 +434,11 @@ def test_what_graphs_read_is_tensors_and_never_none(structure):
 
 
 @functools.cache
-def meta_machine(kernels, coupled):
+def meta_machine(kernels, coupled, some=None):
     ops = get_ops(kernels, META)
     config = load_target_config(tiny_target())
     draft = load_draft_config(tiny_drafter(), config)
+    draft = dataclasses.replace(draft, draft_vocab_size=some)
     target, drafter = dummy_models(config, draft, Llama, ops, META, torch.float32)
 
     def pool(model):
@@ -437,13 +446,13 @@ def meta_machine(kernels, coupled):
         return allocate_pool(*shape, 64, PAGE, torch.float32, META)
 
     weights = TreeWeights.make(None, BLOCK - 1, META) if coupled else None
-    return Machine(target, drafter, ops, pool(config), pool(draft), PAGE, BUDGET, weights)
+    return Machine(target, drafter, ops, pool(config), pool(draft), PAGE, some or BUDGET, weights)
 
 
 @torch.inference_mode()
-def meta_round(spec, kernels="torch", coupled=True):
+def meta_round(spec, kernels="torch", coupled=True, some=None):
     """Run a round on the meta device."""
-    machine = meta_machine(kernels, coupled)
+    machine = meta_machine(kernels, coupled, some)
     rows = RowState.allocate(BATCH, WIDTH, TINY["vocab_size"], META)
     slots = torch.zeros(3, dtype=torch.int64, device=META)
     report = runner_module.decode_step(machine, rows, slots, WIDTH, spec, StageTimer(False))
@@ -456,6 +465,8 @@ def test_the_round_runs_on_the_meta_device(mode, nodes, level):
     """A tensor without content: whatever reads a value raises."""
     for kernels, coupled in itertools.product(("torch", "triton"), (False, True)):
         meta_round(DecodeSpec(mode, nodes, min(nodes, BLOCK), level), kernels, coupled)
+        if mode != "off" and level in LEVELS[:2]:
+            meta_round(DecodeSpec(mode, nodes, min(nodes, BLOCK), level), kernels, coupled, some=9)
 
 
 # -- planted faults --------------------------------------------------------------------------------

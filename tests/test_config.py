@@ -201,7 +201,7 @@ def test_how_many_tokens_are_drafted(tmp_path):
     assert draft_config(tmp_path).draft_vocab_size is None
     assert draft_config(tmp_path, draft_vocab_size=9).draft_vocab_size == 9
     assert draft_config(tmp_path, dflash_config={"draft_vocab_size": 9}).draft_vocab_size == 9
-    assert draft_config(tmp_path, draft_vocab_size=101).draft_vocab_size is None
+    assert draft_config(tmp_path, draft_vocab_size=101).draft_vocab_size == 101
 
 
 def test_published_drafters_auto_map_is_tolerated(tmp_path):

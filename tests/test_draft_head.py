@@ -11,6 +11,7 @@ from stubs import cases, check_engines, watch
 from ddtree import Engine, SamplingParams
 from ddtree.kernels import draft_head, get_ops, reference
 from ddtree.kernels.draft_head import DraftHead, make_draft_head
+from ddtree.models.registry import build_target
 from ddtree.parallel import SINGLE
 from ddtree.runtime.vocabulary import Vocabulary
 
@@ -185,6 +186,38 @@ def test_the_logits_of_known_tokens_are_the_head_s(monkeypatch):
     check_engines()
 
 
+@pytest.mark.parametrize("order", [None, 1, -1])
+def test_a_table_of_all_tokens_says_nothing(order):
+    """And without one, the whole vocabulary's number is as good as none."""
+    tokens = None if order is None else list(range(101))[::order]
+    draft = make_drafter(tiny_target(), draft_tokens=tokens)
+    edit_config(draft, draft_vocab_size=101)
+    with Engine(str(tiny_target()), str(draft)) as engine:
+        assert engine._target.draft_tokens is None and engine.describe()["draft_vocab_size"] == 101
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_other_dtypes_are_float32(dtype):
+    ops = get_ops("torch", CPU)
+    target = build_target(
+        tiny_target(), ops, CPU, dtype, drafts=True, draft_tokens=torch.tensor(SOME)
+    )
+    x = torch.randn(3, 64)
+    found = target.draft_logits(x)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, target.logits(x)[:, SOME], rtol=0.02, atol=0.02)
+
+
+def test_the_int8_logits_of_known_tokens_are_near(monkeypatch):
+    monkeypatch.setattr(reference, "LEAST_WEIGHTS", 1)
+    ops, some = get_ops("torch", CPU), torch.tensor(SOME)
+    target = build_target(tiny_target(), ops, CPU, torch.float32, drafts=True, draft_tokens=some)
+    x = hidden(40, 2)[..., :64]
+    found, exact = target.draft_logits(x), target.logits(x)[..., SOME]
+    assert isinstance(target.draft_head, DraftHead)
+    assert (found - exact).norm() < 0.03 * exact.norm()
+
+
 @pytest.mark.parametrize("alpha", [None, 0.6])
 def test_known_tokens_are_ranked_as_in_the_whole_vocabulary(alpha):
     """What is chosen among the few is what is chosen among all with the others out of reach."""
@@ -220,7 +253,8 @@ def test_known_tokens_are_ranked_as_in_the_whole_vocabulary(alpha):
         ([-1, 4], 2, "d2t .* 2 different tokens"),
         ([5, 5], 2, "d2t .* 2 different tokens"),
         (None, 2, "tensor d2t is missing"),
-        ([5, 6], None, "no place for tensor d2t"),
+        ([5, 6], None, "has a tensor d2t, but its config.json does not say draft_vocab_size"),
+        ([0, *range(100)], 101, "d2t .* 101 different tokens"),
     ],
 )
 def test_tables_that_are_refused(tokens, size, match):

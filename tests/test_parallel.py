@@ -118,7 +118,7 @@ def test_drafters_of_some_tokens_run_on_several_ranks(tokens):
     asked = [
         SamplingParams(max_new_tokens=12, trace=True),
         SamplingParams(max_new_tokens=12, trace=True, temperature=0.9, seed=4),
-        SamplingParams(max_new_tokens=12, speculation="chain", temperature=0.9, seed=4),
+        SamplingParams(max_new_tokens=12, trace=True, speculation="chain", temperature=0.9, seed=4),
     ]
 
     def answers(**options):

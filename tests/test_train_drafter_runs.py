@@ -248,11 +248,17 @@ def test_a_shortlist_is_of_the_most_frequent_tokens(tmp_path, capsys):
         (output,) = engine.generate([5, 6], SamplingParams(max_new_tokens=9, trace=True))
         drafted = {token for r in output.trace for token in r.tokens[1:]}
         assert drafted and drafted <= {7, 40, 90}
+    assert "of them" not in capsys.readouterr().out
     # Again, from what is there now; training goes on from it with the whole vocabulary.
     assert main([*ask, "4"]) == 0
     with Engine(str(target), str(draft)) as engine:
         assert engine.describe()["draft_vocab_size"] == 4
         assert engine._target.draft_tokens.tolist() == [7, 12, 40, 90]
+    assert main([*ask, "8"]) == 0
+    assert "3 of them, those of the lowest ids, are in no answer" in capsys.readouterr().out
+    config = json.loads((draft / "config.json").read_text())
+    config["dflash_config"]["draft_vocab_size"] = config.pop("draft_vocab_size")
+    (draft / "config.json").write_text(json.dumps(config))
     make_work(tmp_path, target, shards=1)
     (tmp_path / "corpus" / "a-0000.npz").unlink()
     begin = ["train", *command, "--init", str(draft), "--steps", "1", "--batch", "2"]
@@ -261,6 +267,23 @@ def test_a_shortlist_is_of_the_most_frequent_tokens(tmp_path, capsys):
     assert read_config(made, target).draft_vocab_size is None
     with Engine(str(target), str(made)) as engine:
         assert engine._target.draft_tokens is None
+
+
+def test_a_shortlist_replaces_one_under_another_name(tmp_path, capsys):
+    target = fixtures.tiny_target()
+    draft = fixtures.make_drafter(target, draft_tokens=[3, 4], prefix="model.")
+    write_answers(tmp_path, [[40, 41, 42], [3, 4]])
+    command = ["shortlist", "--target", str(target), "--work", str(tmp_path), "--draft", str(draft)]
+    assert main([*command, "--size", "3"]) == 0
+    with Engine(str(target), str(draft)) as engine:
+        assert engine._target.draft_tokens.tolist() == [40, 41, 42]
+    load_weights(TrainableDrafter(read_config(draft, target)).requires_grad_(False), draft)
+    (draft / "model.safetensors").write_bytes(b"no weights")
+    assert main([*command, "--size", "3"]) == 1
+    (draft / "model.safetensors").rename(draft / "model-00001-of-00001.safetensors")
+    assert main([*command, "--size", "3"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("model.safetensors must hold the drafter's weights") == 2
 
 
 def test_a_shortlist_that_cannot_be_made_is_refused(tmp_path, capsys):
@@ -273,9 +296,10 @@ def test_a_shortlist_that_cannot_be_made_is_refused(tmp_path, capsys):
         assert "--size must be from 1 to 100" in capsys.readouterr().err
     assert main([*command, "5"]) == 1
     assert "no answers" in capsys.readouterr().err
-    write_answers(tmp_path, [[40, 101], [3, 4]])
-    assert main([*command, "5"]) == 1
-    assert "a-0000 has tokens beyond the vocabulary of 101" in capsys.readouterr().err
+    for wrong in (101, -3):
+        write_answers(tmp_path, [[40, wrong], [3, 4]])
+        assert main([*command, "5"]) == 1
+        assert "a-0000 has tokens beyond the vocabulary of 101" in capsys.readouterr().err
     assert before == (
         (draft / "config.json").read_bytes(),
         (draft / "model.safetensors").read_bytes(),

@@ -205,7 +205,7 @@ def load_draft_config(folder: str | Path, target: ModelConfig) -> DraftConfig:
         mask_token_id=mask,
         target_layer_ids=tuple(taps),
         layer_views=_layer_views(both, shapes["num_layers"]),
-        draft_vocab_size=None if drafted == target.vocab_size else drafted,
+        draft_vocab_size=drafted,
         calibration=load_calibration(Path(folder), both["block_size"] - 1),
         input_embedding_scale=float(scale),
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 LEAST_WEIGHTS = 1 << 22
-"""Smaller heads stay in the cache, and gain nothing."""
+"""Smaller heads stay in the cache, and gain next to nothing: see docs/design.md."""
 ROWS = 4096
 """Vocabulary rows that are quantised at once."""
 

@@ -148,9 +148,15 @@ def read_draft_tokens(
         [draft_vocab_size] int64 on CPU.
 
     Raises:
-        ValueError: `d2t` is missing, or is no table of as many different tokens.
+        ValueError: `d2t` or its size is missing, or it is no table of as many different tokens.
     """
-    if config.draft_vocab_size is None:
+    if config.draft_vocab_size is None and "d2t" in checkpoint:
+        raise ValueError(
+            f"draft: {checkpoint.folder} has a tensor d2t, but its config.json does not say "
+            "draft_vocab_size"
+        )
+    whole = config.draft_vocab_size in (None, vocab_size)
+    if config.draft_vocab_size is None or (whole and "d2t" not in checkpoint):
         return None
     offsets = checkpoint.integers("d2t", config.draft_vocab_size)
     tokens = (offsets + torch.arange(len(offsets))).sort().values
@@ -160,4 +166,4 @@ def read_draft_tokens(
             f"draft: d2t in {checkpoint.folder} must lead to {len(tokens)} different tokens of the "
             f"target's vocabulary, 0..{vocab_size - 1}"
         )
-    return tokens
+    return None if whole else tokens

@@ -72,7 +72,8 @@ def dummy_models(
     """Build a target of class `kind` and its drafter with random weights."""
     checkpoint: Any = DummyCheckpoint(ops, device, dtype)
     built = kind(target, ops, device, dtype, parallel=parallel)
-    built.load(checkpoint)
+    some = None if draft is None else draft.draft_vocab_size
+    built.load(checkpoint, draft is not None, None if some is None else torch.arange(some))
     if draft is None:
         return built.eval(), None
     positions = target.max_position_embeddings + ROPE_MARGIN

@@ -123,12 +123,13 @@ def shortlist(args: argparse.Namespace) -> None:
         raise ValueError(f"shortlist: no answers in {work / 'corpus'} to count tokens in")
     tokens = np.sort(np.argsort(-train, kind="stable")[: args.size])
     shorten(draft, torch.from_numpy(tokens))
-    shares = (counts[tokens].sum() / max(1, counts.sum()) for counts in (train, heldout))
-    say(
-        "shortlist: {} tokens, {:.2%} of the answers, {:.2%} of those held out".format(
-            args.size, *shares
-        )
+    seen, held = (
+        f"{counts[tokens].sum() / max(1, counts.sum()):.2%}" for counts in (train, heldout)
     )
+    say(f"shortlist: {args.size} tokens, {seen} of the answers, {held} of those held out")
+    if unseen := int((train[tokens] == 0).sum()):
+        say(f"shortlist: {unseen} of them, those of the lowest ids, are in no answer")
+    say("shortlist: calibrate again")
 
 
 def evaluate(args: argparse.Namespace) -> None:

@@ -145,10 +145,11 @@ def count_answers(work: Path, vocab_size: int, warn=print) -> tuple[np.ndarray, 
     train, heldout = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.int64)
     for name, sequences in readable_shards(work, warn):
         for sequence in sequences:
-            if len(sequence.answer) and int(sequence.answer.max()) >= vocab_size:
+            answer = sequence.answer
+            if len(answer) and not 0 <= answer.min() <= answer.max() < vocab_size:
                 raise ValueError(f"corpus: {name} has tokens beyond the vocabulary of {vocab_size}")
             counts = heldout if is_heldout(sequence.prompt) else train
-            np.add.at(counts, sequence.answer, 1)
+            np.add.at(counts, answer, 1)
     return train, heldout
 
 

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddtree.config import DraftConfig, load_draft_config, load_target_config
+from ddtree.config import CALIBRATION_FILE, DraftConfig, load_draft_config, load_target_config
 
 from .drafter import TrainableDrafter
 from .target import read_tensor
@@ -126,11 +127,7 @@ def load_weights(model: TrainableDrafter, folder: Path) -> None:
         ValueError: a tensor is missing, unknown or of another shape; the first is named.
     """
     own = model.state_dict()
-    given = {
-        name.removeprefix("model."): tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
-        if name not in TOKEN_TABLES
-    }
+    given = {name.removeprefix("model."): tensor for name, tensor in _read_weights(folder).items()}
     for name in sorted(own.keys() | given.keys()):
         if name not in given or name not in own:
             what = "lacks" if name in own else "has an unknown tensor"
@@ -141,6 +138,16 @@ def load_weights(model: TrainableDrafter, folder: Path) -> None:
                 f"its config asks for {list(own[name].shape)}"
             )
         own[name].copy_(given[name].float())
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a drafter folder, but for the tables of a shortlist."""
+    path = folder / "model.safetensors"
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"draft: {path} must hold the drafter's weights: {error}") from error
+    return {n: t for n, t in tensors.items() if n.removeprefix("model.") not in TOKEN_TABLES}
 
 
 def save_drafter(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:
@@ -159,13 +166,17 @@ def shorten(folder: Path, tokens: Tensor) -> None:
     """Let the drafter in `folder` draft `tokens [n]` int64, ascending, only.
 
     Its config.json gets `draft_vocab_size`, its weights the table `d2t` of EAGLE-3's checkpoints:
-    draft token i is the target's token `i + d2t[i]`.
+    draft token i is the target's token `i + d2t[i]`. A calibration, which was fitted to other
+    candidates, is taken away.
+
+    Raises:
+        ValueError: the weights cannot be read.
     """
     config = without_shortlist(json.loads((folder / "config.json").read_text()))
-    weights = load_file(folder / "model.safetensors")
-    weights = {name: t for name, t in weights.items() if name not in TOKEN_TABLES}
+    weights = _read_weights(folder)
     weights["d2t"] = (tokens - torch.arange(len(tokens))).to(torch.int32)
     temporary = folder / f".model.{os.getpid()}"
     save_file(weights, temporary, metadata={"format": "pt"})
+    (folder / CALIBRATION_FILE).unlink(missing_ok=True)
     write_config(folder, config | {"draft_vocab_size": len(tokens)})
     os.replace(temporary, folder / "model.safetensors")
