@@ -58,8 +58,8 @@ class Engine:
         dtype: "float32", "bfloat16", "float16" or a torch.dtype; default: the checkpoint's on
             CUDA, float32 on CPU.
         device: default: "cuda" where there is one, else "cpu".
-        budget: tree nodes below the root per round; "auto" is 4 on CPU, 63 on GPU; 0 is plain
-            decoding.
+        budget: tree nodes below the root per round; "auto" is 63 on GPU, and on CPU up to 8, those
+            likely enough to be accepted; 0 is plain decoding.
         max_batch_size: requests that run at the same time.
         max_model_len: most tokens of a request, prompt and output; default: the target's limit.
         page_size: tokens per KV page, a power of two.
@@ -114,7 +114,7 @@ class Engine:
         with parallel.guard():
             check_options(options, parallel.size)
             self._device = place(device, parallel.size > 1)
-            asked, budget = budget, resolve_budget(budget, self._device.type)
+            asked, (budget, threshold) = budget, resolve_budget(budget, self._device.type)
             folder = resolve(target, revision, local_files_only, name="target")
             drafts = None if draft is None else resolve(draft, None, local_files_only, name="draft")
             if parallel.size > 1:
@@ -136,7 +136,7 @@ class Engine:
                 self._drafter,
                 ops,
                 device=self._device,
-                budget=self._budget,
+                budget=(self._budget, threshold),
                 max_batch_size=max_batch_size,
                 max_model_len=self.max_model_len,
                 page_size=page_size,

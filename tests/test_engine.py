@@ -1,6 +1,7 @@
 """The engine as a user sees it: prompts in, outputs, statistics, traces and streams out."""
 
 import functools
+import math
 import threading
 
 import pytest
@@ -410,7 +411,9 @@ def test_describe():
         "draft": "DFlashDraftModel",
         "dtype": "float32",
         "device": "cpu",
-        "budget": 4,
+        "budget": 8,
+        "node_threshold": 0.07,
+        "draft_vocab_size": None,
         "block_size": 6,
         "max_batch_size": 2,
         "max_model_len": 512,
@@ -440,6 +443,49 @@ def test_dtypes(dtype):
     assert engine.describe()["dtype"] == str(dtype).removeprefix("torch.")
     outputs = engine.generate([[1, 2, 3], [4]], SamplingParams(max_new_tokens=8, ignore_eos=True))
     assert [len(o.token_ids) for o in outputs] == [8, 8]
+
+
+def nodes_of(outputs):
+    return [len(r.tokens) - 1 for output in outputs for r in output.trace]
+
+
+def test_the_auto_budget_leaves_unlikely_nodes_out(monkeypatch):
+    """On CPU: the same tokens from smaller trees, the likely nodes of each being there."""
+    asked = [c.prompt for c in cases()[:4]]
+    sampled = {"temperature": 0.9, "seed": 3}
+    jobs = [
+        SamplingParams(max_new_tokens=16, trace=True),
+        SamplingParams(max_new_tokens=16, trace=True, **sampled),
+        SamplingParams(max_new_tokens=16, trace=True, budget=3),
+        SamplingParams(max_new_tokens=16, trace=True, speculation="chain"),
+    ]
+    auto, fixed = tiny_engine(budget="auto", max_batch_size=1), tiny_engine(budget=8)
+    about = auto.describe()
+    assert (about["budget"], about["node_threshold"]) == (8, 0.07)
+    assert fixed.describe()["node_threshold"] is None
+    found, want = auto.generate(asked, jobs), fixed.generate(asked, jobs)
+    assert [o.token_ids for o in found] == [o.token_ids for o in want]
+    (greedy, drawn, three, chain) = found
+    assert set(nodes_of(want[:2])) == {8} and set(nodes_of(want[2:3])) == {3}
+    assert set(nodes_of([chain])) == {5}
+    assert max(nodes_of([three])) <= 3 and min(nodes_of([three])) >= 1
+    assert len(set(nodes_of([greedy, drawn]))) > 2
+    assert sum(o.stats.draft_nodes for o in found) == sum(nodes_of(found))
+    for r in (r for o in found[:3] for r in o.trace):
+        assert len(r.tokens) == 2 or min(r.scores) >= math.log(0.07)
+    # In a batch, all rows have as many as the one that needs most.
+    together = tiny_engine(budget="auto")
+    outputs = together.generate(asked, jobs)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in want]
+    assert max(nodes_of(outputs)) <= 8
+    check_engines()
+
+
+def test_rejection_uses_its_whole_tree():
+    """Its trees have a fixed shape, whose scores are no probabilities."""
+    params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=1, trace=True)
+    with tiny_engine(budget="auto", verify="rejection") as engine:
+        assert set(nodes_of(engine.generate([5, 6, 7], params))) == {8}
 
 
 def test_without_a_drafter():

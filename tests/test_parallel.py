@@ -133,6 +133,23 @@ def test_drafters_of_some_tokens_run_on_several_ranks(tokens):
         assert found == alone
 
 
+def test_ranks_leave_the_same_nodes_out():
+    asked = [
+        SamplingParams(max_new_tokens=12, trace=True),
+        SamplingParams(max_new_tokens=12, trace=True, temperature=0.9, seed=4),
+    ]
+
+    def answers(**options):
+        with tiny_engine(budget="auto", max_batch_size=1, **options) as engine:
+            outputs = engine.generate([[5, 6, 7], [8, 9]], asked)
+        return [(o.token_ids, [r.tokens for r in o.trace]) for o in outputs]
+
+    alone = answers()
+    assert len({len(tokens) for _, rounds in alone for tokens in rounds}) > 1
+    for found in run_threads(2, lambda rank: answers(process_group=rank)):
+        assert found == alone
+
+
 # -- the vocabulary in shards ---------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddtree.tree import Tree, build, build_tree, chain_tree, reference
+from ddtree.tree.build import trim_tree
 
 FIELDS = ("tokens", "parents", "depths", "ranks", "valid", "words")
 FAMILIES = (
@@ -351,6 +352,32 @@ def test_a_row_budget_cuts_the_tree_short():
         assert torch.equal(getattr(cut, field)[0], getattr(whole, field)[0])
         assert torch.equal(getattr(cut, field)[1, :11], getattr(whole, field)[1, :11])
     assert_equals_heap(cut, anchor, ids, weights, torch.tensor([29, 10]))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    family=st.sampled_from(FAMILIES),
+    batch=st.integers(1, 3),
+    budget=st.integers(1, 90),
+    threshold=st.sampled_from([1e-30, 1e-3, 0.02, 0.07, 0.3, 0.9, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_a_trimmed_tree_is_the_tree_of_so_many_nodes(family, batch, budget, threshold, seed):
+    anchor, ids, weights = make_inputs(family, batch, 4, 8, seed)
+    tree = build_tree(anchor, ids, weights, budget + 1)
+    trimmed = trim_tree(tree, threshold)
+    kept = trimmed.tokens.shape[1]
+    likely = (tree.scores >= math.log(threshold)).sum(1)
+    assert kept == max(2, int(likely.max()))
+    smaller = build_tree(anchor, ids, weights, kept)
+    for field in (*FIELDS, "scores"):
+        assert torch.equal(getattr(trimmed, field), getattr(smaller, field)), field
+
+
+def test_a_likely_tree_is_not_trimmed():
+    tree = build_tree(*make_inputs("flat", 1, 2, 3, 0), 5)
+    assert trim_tree(tree, 1e-9) is tree
+    assert trim_tree(tree, 1.0).tokens.shape == (1, 2)
 
 
 @settings(deadline=None, max_examples=100)

@@ -28,7 +28,7 @@ class Loop:
         ops: Any,
         *,
         device: torch.device,
-        budget: int,
+        budget: tuple[int, float | None],
         max_batch_size: int,
         max_model_len: int,
         page_size: int,
@@ -44,19 +44,21 @@ class Loop:
 
         Args:
             target, drafter, ops: built models and their kernel set.
+            budget: most nodes below the root, and the threshold that they must reach.
             progress: wraps the keys that are captured, to show a progress bar.
 
         The other arguments are the engine's own. Where `num_pages` is not given, all rounds are
         captured once against a pool of one page, so that the pool gets what memory they leave.
         """
         block = 1 if drafter is None else drafter.config.block_size
-        nodes = max(budget + 1, block)
+        most, threshold = budget
+        nodes = max(most + 1, block)
         width = pages_for(max_model_len + nodes, page_size)
         captures = cuda_graphs and not rejection and make_recorder(device) is not None
         buckets, keys = Buckets(), []
         if captures:
             narrow = ops.reads_whole_tables
-            buckets = Buckets.make(max_batch_size, budget, block, width, page_size, narrow)
+            buckets = Buckets.make(max_batch_size, most, block, width, page_size, narrow)
             keys = graph_keys(buckets, block, page_size, narrow)
 
         choice = target.config.vocab_size
@@ -73,11 +75,12 @@ class Loop:
                 num_pages=pages,
                 table_width=width,
                 max_nodes=nodes,
-                num_candidates=max(1, min(budget, choice)),
+                num_candidates=max(1, min(most, choice)),
                 device=device,
                 prefill_chunk=prefill_chunk,
                 coupling=coupling,
                 rejection=rejection,
+                threshold=threshold,
             )
             recorder = make_recorder(device) if captures else None
             if recorder is not None:
@@ -133,6 +136,7 @@ class Loop:
             "kernels": runner.machine.ops.name,
             "linear": " + ".join(sorted(runner.machine.ops.packer.in_use)) or "torch",
             "draft_head": None if drafter is None else head,
+            "node_threshold": runner.machine.threshold,
             "draft_vocab_size": None if drafter is None else drafter.config.draft_vocab_size,
             "cuda_graphs": 0 if runner.graphs is None else len(runner.graphs),
             "replayed_rounds": runner.rounds["replayed"],

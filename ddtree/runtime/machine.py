@@ -30,6 +30,9 @@ class Machine:
     rejection: bool = False
     """Whether sampled rows accept drafts by recursive rejection instead of matching choices."""
 
+    threshold: float | None = None
+    """Least probability of a tree node, where the host can see it; None: all nodes are used."""
+
     vocab: Vocabulary = field(init=False)
     """What chooses among the target's tokens."""
 

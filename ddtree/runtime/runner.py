@@ -94,6 +94,7 @@ class Runner:
         prefill_chunk: int = 2048,
         coupling: bool = True,
         rejection: bool = False,
+        threshold: float | None = None,
     ) -> Runner:
         """Allocate both KV pools, the device rows and the host buffers.
 
@@ -103,7 +104,7 @@ class Runner:
             max_nodes: largest N of any round; `num_candidates`: K.
             coupling: whether trees of sampled rows are made with the target's noise, and by the
                 drafter's calibration where it has one.
-            rejection: see `Machine`.
+            rejection, threshold: see `Machine`.
         """
         block, weights = 1, None
         if drafter is not None:
@@ -125,6 +126,7 @@ class Runner:
             num_candidates=num_candidates,
             weights=weights,
             rejection=rejection,
+            threshold=threshold,
         )
         rows = RowState.allocate(max_batch_size, table_width, target.vocab.size, device)
         report = ReportLayout(block, max(max_nodes, block), True).width + 2 + LOGPROB_WIDTH

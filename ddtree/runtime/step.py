@@ -6,6 +6,7 @@ Nothing here reads a value back to the host, and every shape follows from the `D
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree.kernels.sampling import count_tokens
@@ -18,7 +19,7 @@ from ddtree.runtime.round_sampler import RoundSampler
 from ddtree.runtime.sampler import pack_logprobs
 from ddtree.runtime.stats import StageTimer
 from ddtree.state import STATE_COLUMNS, Rows, RowState, StepState
-from ddtree.tree.build import Tree, build_tree, chain_tree
+from ddtree.tree.build import Tree, build_tree, chain_tree, trim_tree
 
 FAR = 1 << 40
 
@@ -48,6 +49,10 @@ def decode_step(
     positions = row.length[:, None] + torch.arange(max(nodes, block), device=slot_ids.device)
     scratch = slots_of(row.block_table, positions, machine.page_size)
     tree = _draft_tree(machine, row, positions[:, :block], scratch[:, :block], spec, sampler, timer)
+    threshold = machine.threshold if machine.ops.sees_values and not rejects else None
+    if spec.mode == "tree" and threshold is not None:
+        tree = trim_tree(tree, threshold)
+        nodes = tree.tokens.shape[1]
     timer.mark("build")
 
     kind = "tree" if spec.mode == "tree" else "causal"
@@ -66,14 +71,13 @@ def decode_step(
 
     count, status = _finish(row, emitted, path.count)
     _commit(machine, spec, scratch, positions, path.nodes, count, features)
+    told = (tree.tokens, tree.parents, tree.scores.view(torch.int32).long())
     last = emitted.gather(1, (count - 1).clamp_min(0)[:, None])[:, 0]
     parts = [
         _advance(rows, row, slot_ids, last, count, status, tree.valid.sum(1)),
         emitted,
         path.nodes,
-        tree.tokens,
-        tree.parents,
-        tree.scores.view(torch.int32).long(),
+        *(F.pad(part, (0, spec.num_nodes - nodes)) for part in told),
     ]
     _count_and_report(machine, rows, slot_ids, spec, hidden, path.nodes, emitted, count, parts)
     timer.mark("commit")

@@ -1,7 +1,8 @@
 """Builds draft trees on the device, with fixed shapes and without ever asking the host."""
 
+import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 import torch
@@ -105,6 +106,20 @@ def build_tree(
         valid=valid,
         words=_ancestor_words(parents, plan.deepest),
     )
+
+
+def trim_tree(tree: Tree, threshold: float) -> Tree:
+    """The tree without its unlikely last nodes: those that reach `threshold` in no row.
+
+    What is left is the best tree of that many nodes, for nodes come in the order of their scores,
+    read as log-probabilities. One draft stays. This reads a value back to the host.
+    """
+    kept = max(2, int((tree.scores >= math.log(threshold)).sum(1).amax()))
+    if kept >= tree.tokens.shape[1]:
+        return tree
+    parts = {field.name: getattr(tree, field.name)[:, :kept] for field in fields(tree)}
+    parts["words"] = parts["words"][:, :, : -(-kept // 64)]
+    return Tree(**parts)
 
 
 def chain_tree(anchor: Tensor, ids: Tensor) -> Tree:
