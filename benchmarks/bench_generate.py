@@ -34,10 +34,15 @@ QUESTIONS = ROOT / "examples" / "train_drafter" / "prompts_eval.txt"
 QUERY_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def contenders(engine: Engine, budgets: list[int], new_tokens: int) -> dict[str, Callable]:
-    """Name -> function of prompt ids giving (token ids, stats or None)."""
+def contenders(
+    engine: Engine, automatic: Engine, budgets: list[int], new_tokens: int
+) -> dict[str, Callable]:
+    """Name -> function of prompt ids giving (token ids, stats or None).
 
-    def ours(**options: Any) -> Callable:
+    automatic: the engine with the budget that is the default.
+    """
+
+    def ours(engine: Engine = engine, **options: Any) -> Callable:
         params = SamplingParams(max_new_tokens=new_tokens, **options)
 
         def run(ids: list[int]) -> tuple[list[int], Any]:
@@ -47,6 +52,7 @@ def contenders(engine: Engine, budgets: list[int], new_tokens: int) -> dict[str,
         return run
 
     runs = {"off": ours(speculation="off"), "chain": ours(speculation="chain")}
+    runs["tree auto"] = ours(automatic)
     runs |= {f"tree {budget}": ours(budget=budget) for budget in budgets}
     return runs
 
@@ -117,7 +123,8 @@ def main() -> None:
     target = args.target or str(demo_target())
 
     engine = Engine(target, args.draft, budget=max(args.budgets), max_model_len=2048)
-    runs = contenders(engine, args.budgets, args.new_tokens)
+    automatic = Engine(target, args.draft, max_model_len=2048)
+    runs = contenders(engine, automatic, args.budgets, args.new_tokens)
     runs["transformers"] = transformers_generate(target, args.new_tokens)
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}

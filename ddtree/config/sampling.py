@@ -37,7 +37,7 @@ class SamplingParams:
             ones (0 to 20), under the target's distribution before any of the above.
         speculation: ``"tree"``, ``"chain"`` (one candidate per depth) or ``"off"`` (plain
             decoding). The tokens are the same.
-        budget: tree nodes below the root, or None for the engine's own; 0 is plain decoding.
+        budget: most tree nodes below the root; None: the engine's own; 0 is plain decoding.
         trace: record the tree and the accepted path of every round.
 
     Raises:
