@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> bool:
         about = engine.describe()
         print(
             f"Loaded in {time.perf_counter() - start:.1f} s: {about['dtype']} on "
-            f"{about['device']}, trees of {about['budget']} nodes below the root"
+            f"{about['device']}, trees of at most {about['budget']} nodes below the root"
         )
         for question in QUESTIONS:
             answer(engine, question, args.max_new_tokens)

@@ -44,6 +44,7 @@ CONFIGS = [
     for j, page_size in enumerate(PAGES)
 ]
 """Every pair of values of two settings occurs in one of these 15."""
+CONFIGS += [("auto", "tree", 16, 1), ("auto", "tree", 4, 8)]
 
 
 @pytest.fixture(autouse=True)
