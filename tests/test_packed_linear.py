@@ -200,3 +200,80 @@ def test_describe_names_the_libraries_in_use():
     assert Engine(str(halves)).describe()["linear"] == "fbgemm"
     both = Engine(str(halves), str(tiny_drafter())).describe()["linear"]
     assert both == " + ".join(sorted(LIBRARIES))
+
+
+# -- 8 bits, for drafts ----------------------------------------------------------------------------
+
+
+def eight_bits(rows=96, columns=64):
+    with mock.patch.object(packed_linear, "LEAST_INT8", 1):
+        found = get_ops("torch", CPU).pack_linear(weight(rows=rows, columns=columns), drafts=True)
+    assert found.library == "int8" and found.shape == (rows, columns)
+    return found
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(96, 64), (101, 33), (7, 5), (1030, 1536)])
+def test_products_of_drafts_are_near(rows, columns):
+    mine, x = eight_bits(rows, columns), torch.randn(2, 3, columns)
+    exact = x @ weight(rows=rows, columns=columns).T
+    product = mine.product(x)
+    assert product.shape == (2, 3, rows) and product.dtype == torch.float32
+    assert (product - exact).norm() < 0.03 * exact.norm()
+    assert not torch.equal(product, exact)
+
+
+def test_drafts_of_numbers_that_are_none_are_no_error():
+    mine, x = eight_bits(), torch.randn(5, 64)
+    x[1, 0], x[3, 5], x[3, 6] = NAN, INF, -INF
+    assert mine.product(x).isfinite().all()
+    assert mine.product(torch.full((2, 64), NAN)).abs().max() == 0
+
+
+def test_a_recording_takes_weights_of_8_bits():
+    first = [eight_bits(), packed(), eight_bits(64, 96)]
+
+    def run(x, one, half, two):
+        y = first[0].bind(one).product(x) + first[1].bind(half).product(x)
+        return y, first[2].bind(two).product(y)
+
+    recording = record(run, [torch.ones(4, 64)], first)
+    x = torch.randn(4, 64)
+    y = first[0].product(x) + first[1].product(x)
+    found = recording(x, *(w.tensors[0] for w in first))
+    assert torch.equal(found[0], y) and torch.equal(found[1], first[2].product(y))
+
+
+def test_only_large_weights_of_drafts_are_in_8_bits():
+    ops, large = get_ops("torch", CPU), weight(rows=600, columns=512)
+    assert ops.pack_linear(large, drafts=True).library == "int8"
+    assert ops.pack_linear(large).library == "fbgemm"
+    assert ops.pack_linear(weight(), drafts=True).library == "fbgemm"
+    packed_linear._works.cache_clear()
+    try:
+        with mock.patch.dict(packed_linear._PACK, {"int8": mock.Mock(side_effect=RuntimeError)}):
+            assert ops.pack_linear(large, drafts=True).library == "fbgemm"
+    finally:
+        packed_linear._works.cache_clear()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_drafts_in_8_bits_change_no_token(architecture, monkeypatch):
+    monkeypatch.setattr(packed_linear, "LEAST_INT8", 1)
+    target = make_target(architecture)
+    engine = Engine(str(target), str(make_drafter(target)), budget=7, max_batch_size=4)
+    assert engine.describe()["linear"] == f"int8 + {LIBRARIES[1]}"
+    drafter = engine._drafter
+    assert drafter.fc.weight.library == LIBRARIES[1]
+    inner = [drafter.context_kv, drafter.layers[0].mlp.down, drafter.layers[1].attention.output]
+    assert {linear.weight.library for linear in inner} == {"int8"}
+    assert engine._target.layers[0].mlp.down.weight.library == LIBRARIES[1]
+    prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14, 15], [1]]
+    outputs = {}
+    for mode in ("off", "chain", "tree"):
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(24, temperature=temperature, seed=3, speculation=mode)
+            alone = [engine.generate([p], params)[0].token_ids for p in prompts]
+            assert [o.token_ids for o in engine.generate(prompts, params)] == alone
+            outputs.setdefault(temperature, []).append(alone)
+    assert all(three[0] == three[1] == three[2] for three in outputs.values())
+    assert outputs[0.0][0] == [hf_generate(target, p, 24) for p in prompts]

@@ -6,15 +6,13 @@ get wrong costs a little acceptance and never a token: the target verifies with 
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
+from ddtree.kernels.packed_linear import quantise
+
 LEAST_WEIGHTS = 1 << 22
 """Smaller heads stay in the cache, and gain next to nothing: see docs/design.md."""
-ROWS = 4096
-"""Vocabulary rows that are quantised at once."""
 
 
 class DraftHead:
@@ -32,21 +30,7 @@ class DraftHead:
     """
 
     def __init__(self, weight: Tensor):
-        scales = weight.abs().amax(1).clamp_min_(1e-12) / 127
-        levels = torch.empty_like(weight, dtype=torch.int8)
-        for start in range(0, len(weight), ROWS):
-            rows = slice(start, start + ROWS)
-            levels[rows] = (weight[rows] / scales[rows, None]).round_().to(torch.int8)
-        zeros = torch.zeros(len(weight), dtype=torch.int64)
-        before = torch.backends.quantized.engine
-        try:
-            torch.backends.quantized.engine = "x86"
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                whole = torch._make_per_channel_quantized_tensor(levels, scales.double(), zeros, 0)
-            self._packed = torch.ops.quantized.linear_prepack(whole, None)
-        finally:
-            torch.backends.quantized.engine = before
+        self._packed = quantise(weight)
         self._ends = torch.zeros(1, weight.shape[1])
         self._ends[0, 0], self._ends[0, -1] = 1.0, -1.0
 

@@ -15,6 +15,10 @@ HALF_EXPONENTS = (0, 12)
 """Powers of two by which a weight is tried to be scaled so that float16 holds it exactly."""
 ROWS = 4096
 """Weight rows that are looked at at once."""
+LEAST_INT8 = 1 << 18
+"""Drafting weights of fewer numbers stay as exact as others."""
+OBJECTS = {"fbgemm": "quantized::linear_dynamic_fp16", "int8": "quantized::linear_dynamic"}
+"""The libraries whose packed weights are no tensors, and their ops."""
 
 
 @dataclass
@@ -28,7 +32,9 @@ class PackedLinear:
 
     library: str
     """``"fbgemm"``, ``"mkl"`` or ``"mkldnn"`` (oneDNN). FBGEMM's weights are in float16,
-    which halves what a product reads. It computes in float32, and takes only what loses nothing."""
+    which halves what a product reads. It computes in float32, and takes only what loses nothing.
+    ``"int8"``, for drafts, is FBGEMM's, too: it halves that again, rounds weights and activations
+    to 8 bits (with a scale per weight row, and one per product), and is not exact."""
     shape: tuple[int, int]
     tensors: tuple[Any, ...]
     """The packed weight; for MKL also a view of the plain one's shape, never read. FBGEMM's is no
@@ -46,8 +52,12 @@ class PackedLinear:
                 x, *self.tensors, None, "none", [], ""
             )
         packed = self.tensors[0]
+        if self.library == "int8":
+            x = x.nan_to_num(0.0)  # a scale that is no number is an error
         if isinstance(packed, Tensor):
             product = torch.nn.functional.linear(x, packed)
+        elif self.library == "int8":
+            product = torch.ops.quantized.linear_dynamic.default(x, packed, True)
         else:
             product = torch.ops.quantized.linear_dynamic_fp16.default(x, packed)
         return product.mul_(2.0**-self.exponent) if self.exponent else product
@@ -77,9 +87,14 @@ class Packer:
         cpu = weight.device.type == "cpu"
         return cpu and weight.dtype == torch.float32 and bool(self.libraries)
 
-    def __call__(self, weight: Tensor) -> PackedLinear | Tensor:
-        """Pack a `weight [O, I]`; one that no library takes is given back."""
+    def __call__(self, weight: Tensor, drafts: bool = False) -> PackedLinear | Tensor:
+        """Pack a `weight [O, I]`; one that no library takes is given back.
+
+        drafts: it need not be exact.
+        """
         libraries = self.libraries if self.copies(weight) else ()
+        if libraries and drafts and weight.numel() >= LEAST_INT8 and _works("int8"):
+            libraries = ("int8",)
         for library in libraries:
             packed = _PACK[library](weight.contiguous())
             if packed is not None:
@@ -103,15 +118,48 @@ def _works(library: str) -> bool:
     weight = torch.arange(12, dtype=torch.float32, device="cpu").view(3, 4)
     try:
         packed = _PACK[library](weight)
-        if packed is None or not torch.equal(packed.product(weight), weight @ weight.T):
-            return False
-        if library != "fbgemm":
-            return True
+        right = packed is not None and _near(packed, packed.product(weight), weight)
+        if packed is None or not right or library not in OBJECTS:
+            return right
         # Its recordings are rewritten, which a future torch may not allow.
         recording = record(lambda x, w: (packed.bind(w).product(x),), [weight], [packed])
-        return torch.equal(recording(weight, packed.tensors[0])[0], weight @ weight.T)
+        return _near(packed, recording(weight, packed.tensors[0])[0], weight)
     except (RuntimeError, AttributeError, TypeError):
         return False
+
+
+def _near(packed: PackedLinear, product: Tensor, weight: Tensor) -> bool:
+    """Whether that is the product of `weight` with itself, as far as its library goes."""
+    want = weight @ weight.T
+    close = 0.02 * float(want.abs().max()) if packed.library == "int8" else 0.0
+    return bool(((product - want).abs() <= close).all())
+
+
+def quantise(weight: Tensor) -> Any:
+    """A `weight [O, I]` in 8 bits with a scale per row, for torch's `quantized.linear_dynamic`.
+
+    Raises:
+        RuntimeError: torch has no such linear here.
+    """
+    scales = weight.abs().amax(1).clamp_min_(1e-12) / 127
+    levels = torch.empty_like(weight, dtype=torch.int8)
+    for start in range(0, len(weight), ROWS):
+        rows = slice(start, start + ROWS)
+        levels[rows] = (weight[rows] / scales[rows, None]).round_().to(torch.int8)
+    zeros = torch.zeros(len(weight), dtype=torch.int64)
+    before = torch.backends.quantized.engine
+    try:
+        torch.backends.quantized.engine = "x86"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole = torch._make_per_channel_quantized_tensor(levels, scales.double(), zeros, 0)
+        return torch.ops.quantized.linear_prepack(whole, None)
+    finally:
+        torch.backends.quantized.engine = before
+
+
+def _pack_int8(weight: Tensor) -> PackedLinear:
+    return PackedLinear("int8", (weight.shape[0], weight.shape[1]), (quantise(weight),))
 
 
 def _pack_fbgemm(weight: Tensor) -> PackedLinear | None:
@@ -151,6 +199,7 @@ def _pack_mkldnn(weight: Tensor) -> PackedLinear:
 
 _PACK: dict[str, Callable[[Tensor], PackedLinear | None]] = {
     "fbgemm": _pack_fbgemm,
+    "int8": _pack_int8,
     "mkl": _pack_mkl,
     "mkldnn": _pack_mkldnn,
 }
@@ -163,8 +212,9 @@ def record(
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Record the ops of `run(*inputs, *weights)`, which it runs once for that.
 
-    The recorder takes tensors only. So FBGEMM's weights are recorded as plain linears of stand-ins,
-    what that run computes is of no use, and the recording gets the right type and op afterwards.
+    The recorder takes tensors only. So FBGEMM's weights (`OBJECTS`) are recorded as plain linears
+    of stand-ins, what that run computes is of no use, and the recording gets the right type and op
+    afterwards.
 
     Returns:
         The same function of the inputs and of the weights' `tensors[0]`.
@@ -174,18 +224,21 @@ def record(
         # It is deprecated in favour of compilers that a plain machine does not have.
         warnings.simplefilter("ignore")
         recording = torch.jit.trace(run, (*inputs, *stand_ins), check_trace=False)
-    if not any(map(_is_half, weights)):
+    if not any(map(_is_object, weights)):
         return recording
     graph = recording.graph
     for place, weight in zip(list(graph.inputs())[len(inputs) :], weights, strict=True):
-        if not _is_half(weight):
+        if not _is_object(weight):
             continue
         place.setType(weight.tensors[0]._type())
         for linear in [use.user for use in place.uses()]:
             if linear.kind() != "aten::linear":
                 raise RuntimeError(f"a packed weight is used by {linear.kind()}")
-            x, packed = list(linear.inputs())[:2]
-            product = graph.create("quantized::linear_dynamic_fp16", [x, packed], 1)
+            given = list(linear.inputs())[:2]
+            if weight.library == "int8":
+                with graph.insert_point_guard(linear):
+                    given.append(graph.insertConstant(True))
+            product = graph.create(OBJECTS[weight.library], given, 1)
             product.insertBefore(linear)
             product.output().setType(linear.output().type())
             linear.output().replaceAllUsesWith(product.output())
@@ -193,5 +246,5 @@ def record(
     return torch._C._create_function_from_graph("recording", graph)
 
 
-def _is_half(weight: PackedLinear | Tensor) -> TypeGuard[PackedLinear]:
-    return isinstance(weight, PackedLinear) and weight.library == "fbgemm"
+def _is_object(weight: PackedLinear | Tensor) -> TypeGuard[PackedLinear]:
+    return isinstance(weight, PackedLinear) and weight.library in OBJECTS

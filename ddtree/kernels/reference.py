@@ -87,9 +87,9 @@ class TorchOps:
 
     # -- dense ------------------------------------------------------------------------------
 
-    def pack_linear(self, weight: Tensor) -> Tensor | PackedLinear:
+    def pack_linear(self, weight: Tensor, drafts: bool = False) -> Tensor | PackedLinear:
         """Prepack a weight `[O, I]` for `linear`; float32 on CPU only, elsewhere as it is."""
-        return self.packer(weight)
+        return self.packer(weight, drafts)
 
     def linear(self, x: Tensor, weight: Tensor | PackedLinear) -> Tensor:
         """`x [..., I]` times the transposed weight -> `[..., O]`."""

@@ -78,7 +78,8 @@ class DFlash(nn.Module):
         Raises:
             ValueError: a tensor is missing or has another shape.
         """
-        self.fc.load(checkpoint)
+        # Residual streams differ by orders of magnitude from row to row: no scale fits all.
+        self.fc.load(checkpoint, exact=True)
         self.hidden_norm.load(checkpoint, "hidden_norm")
         for index, layer in enumerate(self.layers):
             layer.load(checkpoint, f"layers.{index}.")

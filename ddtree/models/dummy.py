@@ -48,7 +48,9 @@ class DummyCheckpoint:
         """Biases `[sum of rows]` of zeros."""
         return torch.zeros(_count(rows), dtype=self.dtype, device=self.device)
 
-    def pack(self, rows: Mapping[str, int | Part], in_features: int | Part) -> Any:
+    def pack(
+        self, rows: Mapping[str, int | Part], in_features: int | Part, exact: bool = False
+    ) -> Any:
         """A packed weight `[sum of rows, in_features]`."""
         return self.ops.pack_linear(self.read(next(iter(rows)), (_count(rows), in_features)))
 

@@ -49,10 +49,13 @@ class Linear:
         self.weight: Any = None
         self.bias: Tensor | None = None
 
-    def load(self, checkpoint: Checkpoint, prefix: str = "") -> None:
-        """Read and pack the weights named `prefix + part`; the unpacked copy is freed."""
+    def load(self, checkpoint: Checkpoint, prefix: str = "", exact: bool = False) -> None:
+        """Read and pack the weights named `prefix + part`; the unpacked copy is freed.
+
+        exact: even if the model drafts.
+        """
         weights = {f"{prefix}{part}.weight": rows for part, rows in self.parts.items()}
-        self.weight = checkpoint.pack(weights, self.in_features)
+        self.weight = checkpoint.pack(weights, self.in_features, exact)
         if self.has_bias:
             biases = {f"{prefix}{part}.bias": rows for part, rows in self.parts.items()}
             self.bias = checkpoint.stack(biases)

@@ -111,6 +111,7 @@ class Checkpoint:
 
     Args:
         strip: optional prefix that tensor names may or may not carry.
+        drafts: packed weights need not be exact.
         progress: show a progress bar; None shows it for big checkpoints only.
 
     Raises:
@@ -125,10 +126,11 @@ class Checkpoint:
         device: torch.device,
         dtype: torch.dtype,
         strip: str = "",
+        drafts: bool = False,
         progress: bool | None = None,
     ):
         self.folder = Path(folder)
-        self.ops, self.device, self.dtype = ops, device, dtype
+        self.ops, self.device, self.dtype, self.drafts = ops, device, dtype, drafts
         self._files: dict[str, tuple[Path, str]] = {}
         for stored, path in _tensor_files(self.folder).items():
             name = stored.removeprefix(strip)
@@ -218,8 +220,12 @@ class Checkpoint:
         self._fill_parts(out, rows, ())
         return out
 
-    def pack(self, rows: Mapping[str, int | Part], in_features: int | Part) -> Any:
+    def pack(
+        self, rows: Mapping[str, int | Part], in_features: int | Part, exact: bool = False
+    ) -> Any:
         """Read several weights `[rows, in_features]`, stack them, and pack them for `ops.linear`.
+
+        exact: even if the model drafts.
 
         Where packing copies, the unpacked weights go through one buffer: memory taken and freed
         between the packed ones would stay with the process as holes, a third of the weights with
@@ -235,7 +241,7 @@ class Checkpoint:
         else:
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._fill_parts(out, rows, (columns,))
-        return self.ops.pack_linear(out)
+        return self.ops.pack_linear(out, self.drafts and not exact)
 
     def ignore(self, name: str, shape: tuple[int | Part, ...] | None = None) -> None:
         """Count tensor `name` as read if it is there; `shape` is checked where given."""

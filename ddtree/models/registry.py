@@ -82,7 +82,7 @@ def build_drafter(
     config = load_draft_config(folder, target)
     num_positions = num_positions or target.max_position_embeddings + ROPE_MARGIN
     model = DFlash(config, ops, device, dtype, num_positions, parallel)
-    with Checkpoint(folder, ops, device, dtype, strip="model.", progress=progress) as checkpoint:
+    with Checkpoint(folder, ops, device, dtype, "model.", True, progress) as checkpoint:
         model.load(checkpoint)
     return model.eval()
 
