@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -148,7 +149,9 @@ _MODELS = {name: _built_once(getattr(registry, name)) for name in ("build_target
 def tiny_engine(architecture: str = "llama", **options: Any) -> Engine:
     """An engine on TINY with its random drafter; `check_engines` looks after it."""
     options = {"draft": str(tiny_drafter(architecture)), "budget": 16, **options}
-    with mock.patch.multiple(registry, **_MODELS):
+    # Ranks share nothing; and a patch made by two threads at once would never be undone.
+    shared = {} if "process_group" in options else _MODELS
+    with mock.patch.multiple(registry, **shared) if shared else contextlib.nullcontext():
         engine = Engine(str(tiny_target(architecture)), **options)
     _OPEN.append(engine)
     return engine

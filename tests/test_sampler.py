@@ -47,6 +47,7 @@ class Target:
     """A target whose hidden states are its logits."""
 
     parallel = SINGLE
+    draft_tokens = None
 
     def __init__(self, vocab_size):
         self.vocab = Part.of(vocab_size)
