@@ -120,8 +120,8 @@ def test_depths_with_few_positions_take_the_numbers_above():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_records_are_the_drafters_candidates_and_the_targets_noise(temperature):
+def one_sequence(temperature):
+    """Drafter, target weights, and 30 tokens, 8 of them the prompt, with their features."""
     model = TrainableDrafter(read_config(tiny_drafter(), tiny_target()), 256)
     load_weights(model, tiny_drafter())
     weights = load_target_weights(tiny_target())
@@ -129,6 +129,14 @@ def test_records_are_the_drafters_candidates_and_the_targets_noise(temperature):
     target = build_target(tiny_target(), get_ops("torch", CPU), CPU, torch.float32, progress=False)
     rows = compute_features(target, [tokens], model.config.target_layer_ids)
     item = Item(Sequence(tokens, 8, temperature), rows, model.config.hidden_size)
+    return model, weights, item, rows
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_records_are_the_drafters_candidates_and_the_targets_noise(temperature):
+    model, weights, item, rows = one_sequence(temperature)
+    tokens = item.sequence.tokens
     found = _draft(model, weights, item, 99)
     assert len(found.known) == 21  # anchors 8 .. 28
     assert found.known[-1].tolist() == [True] + [False] * (DEPTH - 1)
@@ -161,13 +169,8 @@ def test_records_are_the_drafters_candidates_and_the_targets_noise(temperature):
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_records_are_of_the_tokens_that_are_drafted(temperature):
     """Log-probabilities among them; what the target said instead is never right."""
-    model = TrainableDrafter(read_config(tiny_drafter(), tiny_target()), 256)
-    load_weights(model, tiny_drafter())
-    weights = load_target_weights(tiny_target())
-    tokens = torch.randint(3, 98, (30,), generator=torch.Generator().manual_seed(7)).numpy()
-    target = build_target(tiny_target(), get_ops("torch", CPU), CPU, torch.float32, progress=False)
-    rows = compute_features(target, [tokens], model.config.target_layer_ids)
-    item = Item(Sequence(tokens, 8, temperature), rows, model.config.hidden_size)
+    model, weights, item, _ = one_sequence(temperature)
+    tokens = item.sequence.tokens
     some = torch.tensor([int(tokens[12]), int(tokens[20]), 97]).unique()
     found = _draft(model, weights, item, 99, some)
     assert found.log_q.shape[-1] == (3 if temperature == 0 else 9)

@@ -27,6 +27,20 @@ def packed(kind="halves", **sizes):
     return get_ops("torch", CPU).pack_linear(weight(kind, **sizes))
 
 
+def assert_every_mode_gives_the_target_s_tokens(engine, target):
+    """Greedy and sampled, alone and in a batch."""
+    prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14, 15], [1]]
+    outputs = {}
+    for mode in ("off", "chain", "tree"):
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(24, temperature=temperature, seed=3, speculation=mode)
+            alone = [engine.generate([p], params)[0].token_ids for p in prompts]
+            assert [o.token_ids for o in engine.generate(prompts, params)] == alone
+            outputs.setdefault(temperature, []).append(alone)
+    assert all(three[0] == three[1] == three[2] for three in outputs.values())
+    assert outputs[0.0][0] == [hf_generate(target, p, 24) for p in prompts]
+
+
 def test_this_machine_has_both_kinds():
     """Else the rest of this file would say nothing."""
     assert LIBRARIES[0] == "fbgemm" and len(LIBRARIES) == 2
@@ -182,16 +196,7 @@ def test_the_engine_with_weights_in_float16(architecture, dtype):
     target = make_target(architecture, dtype=dtype)
     engine = Engine(str(target), str(make_drafter(target)), budget=7, max_batch_size=4)
     assert "fbgemm" in engine.describe()["linear"]
-    prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14, 15], [1]]
-    outputs = {}
-    for mode in ("off", "chain", "tree"):
-        for temperature in (0.0, 1.0):
-            params = SamplingParams(24, temperature=temperature, seed=3, speculation=mode)
-            alone = [engine.generate([p], params)[0].token_ids for p in prompts]
-            assert [o.token_ids for o in engine.generate(prompts, params)] == alone
-            outputs.setdefault(temperature, []).append(alone)
-    assert all(three[0] == three[1] == three[2] for three in outputs.values())
-    assert outputs[0.0][0] == [hf_generate(target, p, 24) for p in prompts]
+    assert_every_mode_gives_the_target_s_tokens(engine, target)
 
 
 def test_describe_names_the_libraries_in_use():
@@ -267,13 +272,4 @@ def test_drafts_in_8_bits_change_no_token(architecture, monkeypatch):
     inner = [drafter.context_kv, drafter.layers[0].mlp.down, drafter.layers[1].attention.output]
     assert {linear.weight.library for linear in inner} == {"int8"}
     assert engine._target.layers[0].mlp.down.weight.library == LIBRARIES[1]
-    prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14, 15], [1]]
-    outputs = {}
-    for mode in ("off", "chain", "tree"):
-        for temperature in (0.0, 1.0):
-            params = SamplingParams(24, temperature=temperature, seed=3, speculation=mode)
-            alone = [engine.generate([p], params)[0].token_ids for p in prompts]
-            assert [o.token_ids for o in engine.generate(prompts, params)] == alone
-            outputs.setdefault(temperature, []).append(alone)
-    assert all(three[0] == three[1] == three[2] for three in outputs.values())
-    assert outputs[0.0][0] == [hf_generate(target, p, 24) for p in prompts]
+    assert_every_mode_gives_the_target_s_tokens(engine, target)
