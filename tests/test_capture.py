@@ -440,6 +440,7 @@ def meta_machine(kernels, coupled, some=None):
     draft = load_draft_config(tiny_drafter(), config)
     draft = dataclasses.replace(draft, draft_vocab_size=some)
     target, drafter = dummy_models(config, draft, Llama, ops, META, torch.float32)
+    assert (None if target.draft_tokens is None else len(target.draft_tokens)) == some
 
     def pool(model):
         shape = (model.num_layers, model.num_kv_heads, model.head_dim)

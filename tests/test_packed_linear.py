@@ -227,6 +227,14 @@ def test_products_of_drafts_are_near(rows, columns):
     assert not torch.equal(product, exact)
 
 
+def test_weights_of_drafts_are_within_half_a_level():
+    """Of the product with the identity, each entry is one weight."""
+    plain = weight(rows=96, columns=64)
+    level = plain.abs().amax(1) / 127
+    found = eight_bits(96, 64).product(torch.eye(64)).T
+    assert ((found - plain).abs() <= 0.51 * level[:, None]).all()
+
+
 def test_drafts_of_numbers_that_are_none_are_no_error():
     mine, x = eight_bits(), torch.randn(5, 64)
     x[1, 0], x[3, 5], x[3, 6] = NAN, INF, -INF
