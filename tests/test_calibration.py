@@ -77,6 +77,14 @@ def test_a_bad_file_is_named(tmp_path, change, named):
     assert CALIBRATION_FILE in str(error.value)
 
 
+def test_a_folder_in_place_of_the_file_is_named(tmp_path):
+    folder = drafter_with(tmp_path / "d", "")
+    (folder / CALIBRATION_FILE).unlink()
+    (folder / CALIBRATION_FILE).mkdir()
+    with pytest.raises(ValueError, match=rf"draft: .*{CALIBRATION_FILE}"):
+        read_config(folder, tiny_target())
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "null"])
 def test_a_file_that_is_no_object_is_named(tmp_path, text):
     folder = drafter_with(tmp_path / "d", text)

@@ -463,6 +463,7 @@ def test_the_auto_budget_leaves_unlikely_nodes_out(monkeypatch):
     about = auto.describe()
     assert (about["budget"], about["node_threshold"]) == (8, 0.07)
     assert fixed.describe()["node_threshold"] is None
+    assert watch(Engine(str(tiny_target()))).describe()["node_threshold"] is None
     found, want = auto.generate(asked, jobs), fixed.generate(asked, jobs)
     assert [o.token_ids for o in found] == [o.token_ids for o in want]
     (greedy, drawn, three, chain) = found

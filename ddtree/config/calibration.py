@@ -42,8 +42,8 @@ def load_calibration(folder: Path, depth: int) -> Calibration | None:
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"draft: {path} is not valid JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"draft: {path} is not a file of valid JSON: {error}") from error
     names = [f.name for f in fields(Calibration)]
     if not isinstance(values, dict) or sorted(values) != sorted(names):
         raise ValueError(f"draft: {path} must have the entries {', '.join(names)} and no others")

@@ -37,7 +37,8 @@ class SamplingParams:
             ones (0 to 20), under the target's distribution before any of the above.
         speculation: ``"tree"``, ``"chain"`` (one candidate per depth) or ``"off"`` (plain
             decoding). The tokens are the same.
-        budget: most tree nodes below the root; None: the engine's own; 0 is plain decoding.
+        budget: most tree nodes below the root, of those that the engine's own would have; None: all
+            of those; 0 is plain decoding.
         trace: record the tree and the accepted path of every round.
 
     Raises:

@@ -44,7 +44,7 @@ class Loop:
 
         Args:
             target, drafter, ops: built models and their kernel set.
-            budget: most nodes below the root, and the threshold that they must reach.
+            budget: most nodes below the root, and the threshold that they must reach, where ops can tell.
             progress: wraps the keys that are captured, to show a progress bar.
 
         The other arguments are the engine's own. Where `num_pages` is not given, all rounds are
@@ -52,6 +52,8 @@ class Loop:
         """
         block = 1 if drafter is None else drafter.config.block_size
         most, threshold = budget
+        if drafter is None or not ops.sees_values:
+            threshold = None
         nodes = max(most + 1, block)
         width = pages_for(max_model_len + nodes, page_size)
         captures = cuda_graphs and not rejection and make_recorder(device) is not None

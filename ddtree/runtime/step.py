@@ -49,7 +49,7 @@ def decode_step(
     positions = row.length[:, None] + torch.arange(max(nodes, block), device=slot_ids.device)
     scratch = slots_of(row.block_table, positions, machine.page_size)
     tree = _draft_tree(machine, row, positions[:, :block], scratch[:, :block], spec, sampler, timer)
-    threshold = machine.threshold if machine.ops.sees_values and not rejects else None
+    threshold = None if rejects else machine.threshold
     if spec.mode == "tree" and threshold is not None:
         tree = trim_tree(tree, threshold)
         nodes = tree.tokens.shape[1]
