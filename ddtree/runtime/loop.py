@@ -44,7 +44,8 @@ class Loop:
 
         Args:
             target, drafter, ops: built models and their kernel set.
-            budget: most nodes below the root, and the threshold that they must reach, where ops can tell.
+            budget: most nodes below the root, and the threshold that they must reach, where the
+                host can tell.
             progress: wraps the keys that are captured, to show a progress bar.
 
         The other arguments are the engine's own. Where `num_pages` is not given, all rounds are
