@@ -52,7 +52,7 @@ def read_plan(path: Path, made_from: dict[str, Any]) -> Plan | None:
         raise ValueError(f"corpus: the plan {path} is damaged: {error!r}; {advice}") from error
     if other:
         raise ValueError(
-            f"corpus: {path.stem} was begun with another {', another '.join(other)} ({path}); "
+            f"corpus: name {path.stem} was begun with another {', another '.join(other)} ({path}); "
             "choose another --name"
         )
     return plan
