@@ -248,9 +248,8 @@ def make_shards(work, names, target_mark=7, taps=TAPS, hidden=64):
         sequences = random_sequences(8, seed=number)
         data.write_shard(work / "corpus" / f"{name}.npz", sequences)
         rows = torch.randn(sum(len(s.tokens) for s in sequences), (len(taps) + 1) * hidden)
-        features.write_features(
-            work / "features" / f"{name}.bin", rows.bfloat16(), taps, target_mark
-        )
+        path, mark = work / "features" / f"{name}.bin", data.tokens_mark(sequences)
+        features.write_features(path, rows.bfloat16(), taps, target_mark, mark)
 
 
 @pytest.mark.parametrize("damage", ["features", "truncated", "corpus", "description"])

@@ -206,9 +206,10 @@ def test_corpus_begins_no_shard_that_would_end_too_late(tmp_path, monkeypatch):
 
     monkeypatch.setattr(generate, "_answer", answer)
     monkeypatch.setattr(generate, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    engine = SimpleNamespace(tokenizer=Template(), max_model_len=64)
     for minutes, shards in ((0.1, 1), (1.0, 3), (0.0, 4)):
         options = generate.CorpusOptions("c", shard_prompts=2, minutes=minutes)
-        generate.make_corpus(None, ["a prompt"] * 8, tmp_path, options, lambda text: None)
+        generate.make_corpus(engine, ["5 6"] * 8, tmp_path, options, lambda text: None)
         assert len(data.shard_paths(tmp_path)) == shards
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .data import Sequence, is_heldout, read_shard
+from .data import Sequence, is_heldout, read_shard, tokens_mark
 from .features import open_features
 
 
@@ -73,9 +73,9 @@ class Store:
         return sorted(self.train)
 
     def _open(self, name: str) -> None:
-        sequences = read_shard(self.work / "corpus" / f"{name}.npz")
+        sequences = read_shard(self.work / "corpus" / f"{name}.npz", self.fingerprint)
         path = self.work / "features" / f"{name}.bin"
-        rows = open_features(path, self.taps, self.fingerprint)
+        rows = open_features(path, self.taps, self.fingerprint, tokens_mark(sequences))
         if rows.shape[0] != sum(len(s.tokens) for s in sequences):
             raise ValueError(f"feature shard {path} does not fit its corpus shard")
         bounds = np.cumsum([0, *(len(s.tokens) for s in sequences)])

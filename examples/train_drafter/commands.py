@@ -20,7 +20,14 @@ from ddtree.models.registry import build_target, resolve
 from .data import count_answers, import_corpus, readable_shards
 from .drafter import TrainableDrafter
 from .features import add_features
-from .layout import load_weights, new_config, read_config, shorten, without_shortlist
+from .layout import (
+    check_config,
+    load_weights,
+    new_config,
+    read_config,
+    shorten,
+    without_shortlist,
+)
 from .prompts import compose, overlap, read_prompts
 from .run import RunOptions, prepare, start
 from .target import load_target_weights
@@ -46,6 +53,11 @@ def _context(target: Path) -> int:
 def _config(args: argparse.Namespace, target: Path) -> tuple[dict, str]:
     """The drafter's config.json and where its weights start: a folder, "target" or ""."""
     if args.init in ("", "target"):
+        depth = load_target_config(target).num_layers
+        if args.init and args.layers > depth:
+            raise ValueError(
+                f"layers: with --init target at most the target's own {depth}, got {args.layers}"
+            )
         config = new_config(
             target, args.layers, args.block_size, args.taps, args.mask_token, args.intermediate_size
         )
@@ -58,8 +70,13 @@ def _config(args: argparse.Namespace, target: Path) -> tuple[dict, str]:
 def corpus(args: argparse.Namespace) -> None:
     """Generate or import; the shards lie in `WORK/corpus`."""
     work, target = _folders(args)
+    fingerprint = load_target_weights(target).fingerprint
     if args.import_file:
-        say(f"imported: {dict(import_corpus(args.import_file.expanduser(), work))}")
+        if args.prompts or args.compose or args.self_instruct:
+            raise ValueError("corpus: --import-file is alone; it answers no prompts")
+        vocab, file = load_target_config(target).vocab_size, args.import_file.expanduser()
+        counts = import_corpus(file, work, fingerprint=fingerprint, vocab_size=vocab)
+        say(f"imported: {dict(counts)}")
         return
     from ddtree import Engine
 
@@ -80,14 +97,14 @@ def corpus(args: argparse.Namespace) -> None:
     with Engine(
         str(target), max_batch_size=args.batch_size, max_model_len=_context(target)
     ) as engine:
-        say(f"corpus: {make_corpus(engine, prompts, work, options, say)}")
+        say(f"corpus: {make_corpus(engine, prompts, work, options, say, fingerprint)}")
 
 
 def features(args: argparse.Namespace) -> None:
     """Compute missing features with the engine's target model, into `WORK/features`."""
     work, target = _folders(args)
     config, _ = _config(args, target)
-    taps = tuple(config["dflash_config"]["target_layer_ids"])
+    taps = check_config(config, target).target_layer_ids
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build_target(target, get_ops("torch", device), device, dtype, progress=False)

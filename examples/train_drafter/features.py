@@ -22,12 +22,19 @@ from ddtree.runtime.kv_cache import allocate_pool, slots_of
 from ddtree.runtime.pages import RESERVED_PAGES
 from ddtree.state import StepState
 
-from .data import read_shard, shard_paths
+from .data import Sequence, read_shard, readable_shards, tokens_mark
 
 
-def write_features(path: Path, rows: Tensor, taps: tuple[int, ...], fingerprint: int) -> None:
-    """Write bfloat16 `rows` `[T, (M + 1) * H]` and their description, both atomically."""
+def write_features(
+    path: Path, rows: Tensor, taps: tuple[int, ...], fingerprint: int, tokens: int
+) -> None:
+    """Write bfloat16 `rows` `[T, (M + 1) * H]` and their description, both atomically.
+
+    tokens: `tokens_mark` of the shard that they were made from.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A training that is running must not see the new rows under the old description.
+    path.with_suffix(".json").unlink(missing_ok=True)
     raw = rows.contiguous().view(torch.int16).numpy().tobytes()
     about = {
         "rows": rows.shape[0],
@@ -35,6 +42,7 @@ def write_features(path: Path, rows: Tensor, taps: tuple[int, ...], fingerprint:
         "taps": list(taps),
         "hidden_size": rows.shape[1] // (len(taps) + 1),
         "target": fingerprint,
+        "tokens": tokens,
         "crc32": zlib.crc32(raw),
     }
     for file, content in ((path, raw), (path.with_suffix(".json"), json.dumps(about).encode())):
@@ -43,23 +51,33 @@ def write_features(path: Path, rows: Tensor, taps: tuple[int, ...], fingerprint:
         os.replace(temporary, file)
 
 
-def open_features(path: Path, taps: tuple[int, ...], fingerprint: int) -> Tensor:
+def open_features(path: Path, taps: tuple[int, ...], fingerprint: int, tokens: int) -> Tensor:
     """Map a feature file: bfloat16 `[T, (M + 1) * H]`; writes never reach the disk.
 
     Raises:
-        ValueError: the file is damaged, or belongs to another target or other taps; it is named.
+        ValueError: the file is damaged, or belongs to another target, other taps or a shard of
+            other `tokens` (`tokens_mark`); it is named.
     """
     try:
         about = json.loads(path.with_suffix(".json").read_text())
         raw = np.memmap(path, dtype=np.int16, mode="c")
-        rows, width, crc = about["rows"], about["width"], about["crc32"]
-        made_from = (about["target"], tuple(about["taps"]))
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"feature shard {path} is damaged: {error}") from error
-    if made_from != (fingerprint, tuple(taps)):
+        rows, width, crc = int(about["rows"]), int(about["width"]), about["crc32"]
+        made_by, made_from = (about["target"], tuple(about["taps"])), about.get("tokens")
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(
+            f"feature shard {path} is damaged: {error}; run `features` again"
+        ) from error
+    if made_by != (fingerprint, tuple(taps)):
         raise ValueError(f"feature shard {path} was made by another target or with other taps")
-    if raw.size != rows * width or zlib.crc32(raw) != crc:
-        raise ValueError(f"feature shard {path} is damaged: size or checksum is wrong")
+    if made_from != tokens:
+        raise ValueError(
+            f"feature shard {path} was made from other tokens than its corpus shard has; "
+            "run `features` again"
+        )
+    if rows < 1 or raw.size != rows * width or zlib.crc32(raw) != crc:
+        raise ValueError(
+            f"feature shard {path} is damaged: size or checksum is wrong; run `features` again"
+        )
     return torch.from_numpy(raw).view(torch.bfloat16).view(rows, width)
 
 
@@ -123,37 +141,39 @@ def add_features(
 ) -> int:
     """Compute the features of every corpus shard that has none yet; returns how many it made.
 
-    One shard at a time, each written atomically: a killed job loses the shard it was at.
+    Features that do not belong to their shard any more, or are damaged, count as none. One shard
+    at a time, each written atomically: a killed job loses the shard it was at.
+
+    Raises:
+        ValueError: there is no corpus shard that can be used.
     """
-    made = 0
-    paths = shard_paths(work)
-    left = [path for path in paths if not _fits(work, path, taps, fingerprint)]
-    for number, path in enumerate(left):
-        try:
-            sequences = [sequence.tokens for sequence in read_shard(path)]
-        except ValueError as error:
-            say(f"skipped: {error}")
-            continue
+    vocab, usable, left = target.config.vocab_size, 0, []
+    for name, sequences in readable_shards(work, say, fingerprint, vocab):
+        usable += 1
+        if not _fits(work / "features" / f"{name}.bin", sequences, taps, fingerprint):
+            left.append(name)
+    if not usable:
+        raise ValueError(
+            f"features: no usable corpus shards in {work / 'corpus'}; run `corpus` for this target"
+        )
+    for number, name in enumerate(left):
+        sequences = read_shard(work / "corpus" / f"{name}.npz", fingerprint, vocab)
         began = time.monotonic()
-        rows = compute_features(target, sequences, taps)
-        write_features(work / "features" / f"{path.stem}.bin", rows, taps, fingerprint)
-        made += 1
+        rows = compute_features(target, [sequence.tokens for sequence in sequences], taps)
+        path, mark = work / "features" / f"{name}.bin", tokens_mark(sequences)
+        write_features(path, rows, taps, fingerprint, mark)
         seconds = time.monotonic() - began
         say(
-            f"features {path.stem}: {len(rows)} tokens, {len(rows) / seconds:.0f} tok/s, about "
+            f"features {name}: {len(rows)} tokens, {len(rows) / seconds:.0f} tok/s, about "
             f"{seconds * (len(left) - number - 1) / 60:.0f} min left"
         )
-    return made
+    return len(left)
 
 
-def _fits(work: Path, path: Path, taps: tuple[int, ...], fingerprint: int) -> bool:
-    file = work / "features" / f"{path.stem}.bin"
+def _fits(path: Path, sequences: list[Sequence], taps: tuple[int, ...], fingerprint: int) -> bool:
+    """Whether the feature file can be used with a shard of these sequences."""
     try:
-        about = json.loads(file.with_suffix(".json").read_text())
-        return (
-            about["target"] == fingerprint
-            and about["taps"] == list(taps)
-            and file.stat().st_size == 2 * about["rows"] * about["width"]
-        )
-    except (OSError, ValueError, KeyError):
+        open_features(path, taps, fingerprint, tokens_mark(sequences))
+    except ValueError:
         return False
+    return True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +12,8 @@ import numpy as np
 
 from ddtree import Engine, SamplingParams
 
-from .data import Filter, Sequence, readable_shards, write_shard
+from .data import Filter, Sequence, readable_shards, shards_named, write_shard
+from .plan import Plan, digest, read_plan, write_plan
 
 MIX = ((0.0, 0.65), (0.7, 0.2), (1.0, 0.15))
 """Temperatures of the answers, and their shares."""
@@ -32,11 +31,15 @@ class CorpusOptions:
     self_instruct: int = 0  # prompts that the target writes itself
 
 
+def _tokenizer(engine: Engine) -> Any:
+    if engine.tokenizer is None:
+        raise ValueError("target: its folder has no tokenizer, so prompts cannot be encoded")
+    return engine.tokenizer
+
+
 def chat_ids(engine: Engine, prompt: str) -> list[int]:
     """Token ids of one user turn, up to where the answer begins; plain text without a template."""
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        raise ValueError("target: its folder has no tokenizer, so prompts cannot be encoded")
+    tokenizer = _tokenizer(engine)
     if not tokenizer.chat_template:
         return tokenizer.encode(prompt)
     text = tokenizer.apply_chat_template(
@@ -46,12 +49,24 @@ def chat_ids(engine: Engine, prompt: str) -> list[int]:
 
 
 def user_header(engine: Engine) -> list[int]:
-    """The chat template up to the place where the user's words begin."""
-    marker = "\u241fuser\u241f"
-    text = engine.tokenizer.apply_chat_template(
-        [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True
-    )
-    return engine.tokenizer.encode(text.split(marker)[0], add_special_tokens=False)
+    """The chat template up to the place where the user's words begin.
+
+    Raises:
+        ValueError: the target has no tokenizer, or no template with something before those words.
+    """
+    tokenizer, marker = _tokenizer(engine), "\u241fuser\u241f"
+    text = ""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True
+        )
+    header, found, _ = text.partition(marker)
+    if not header or not found:
+        raise ValueError(
+            "self-instruct: the target must have a chat template that puts something before the "
+            "user's words; give --prompts or --compose instead"
+        )
+    return tokenizer.encode(header, add_special_tokens=False)
 
 
 def self_instruct(engine: Engine, count: int, seed: int) -> list[str]:
@@ -71,19 +86,27 @@ def make_corpus(
     work: Path,
     options: CorpusOptions,
     say: Callable[[str], object] = print,
+    fingerprint: int | None = None,
 ) -> dict[str, Any]:
     """Answer `prompts` into shards `NAME-0000`, ...; goes on behind the shards that are there.
 
     Progress is one shard: a killed job loses the shard it was at. The prompts, and which of them
     gets which temperature, are the same in every resume, because both are kept in `NAME.json`.
 
+    Args:
+        fingerprint: of the engine's target; the shards say that they are for it.
+
     Returns:
         counts of what the filter did in this call, with `tokens/s`.
+
+    Raises:
+        ValueError: there is nothing to answer, a prompt does not fit, or the shards of this name
+            were begun with something else.
     """
-    plan = _plan(engine, prompts, work, options)
+    plan = _plan(engine, prompts, work, options, fingerprint)
     keep = Filter()
     names = set()
-    for name, sequences in readable_shards(work, say):
+    for name, sequences in readable_shards(work, say, fingerprint):
         keep.remember(sequences)
         names.add(name)
     began, seconds, longest, generated = time.monotonic(), 0.0, 0.0, 0
@@ -97,7 +120,8 @@ def make_corpus(
         generated += count
         kept = [s for s in map(keep, sequences) if s is not None]
         if kept:
-            write_shard(work / "corpus" / f"{options.name}-{index:04d}.npz", kept)
+            path = work / "corpus" / f"{options.name}-{index:04d}.npz"
+            write_shard(path, kept, fingerprint)
         before, seconds = seconds, time.monotonic() - began
         longest = max(longest, seconds - before)
         say(
@@ -109,23 +133,63 @@ def make_corpus(
 
 
 def _plan(
-    engine: Engine, prompts: list[str], work: Path, options: CorpusOptions
-) -> list[tuple[str, float]]:
-    """Prompt and temperature of every answer, kept on disk for later resumes."""
+    engine: Engine,
+    prompts: list[str],
+    work: Path,
+    options: CorpusOptions,
+    fingerprint: int | None,
+) -> Plan:
+    """Prompt and temperature of every answer, kept on disk for later resumes once all fit."""
     path = work / "corpus" / f"{options.name}.json"
-    if path.exists():
-        return [(prompt, float(t)) for prompt, t in json.loads(path.read_text())]
+    made_from = {
+        "target": fingerprint,
+        "prompts": digest(prompts),
+        "self_instruct": options.self_instruct,
+        "seed": options.seed,
+        "shard_prompts": options.shard_prompts,
+        "max_new_tokens": options.max_new_tokens,
+    }
+    plan = read_plan(path, made_from)
+    if plan is not None:
+        return plan
+    if shards_named(work, options.name):
+        raise ValueError(
+            f"corpus: {path.parent} has shards named {options.name} without a plan {path.name}; "
+            "choose another --name"
+        )
+    check_prompts(engine, prompts)
     if options.self_instruct:
-        prompts = prompts + self_instruct(engine, options.self_instruct, options.seed)
+        turns = self_instruct(engine, options.self_instruct, options.seed)
+        prompts = prompts + [turn for turn in turns if _misfit(engine, turn) is None]
+    if not prompts:
+        raise ValueError("corpus: no prompts to answer; give --prompts or --compose")
     shares = np.array([share for _, share in MIX])
     rng = np.random.default_rng(options.seed)
     picks = rng.choice(len(MIX), size=len(prompts), p=shares / shares.sum())
     plan = [(prompt, MIX[pick][0]) for prompt, pick in zip(prompts, picks, strict=True)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(plan))
-    os.replace(temporary, path)
+    write_plan(path, made_from, plan)
     return plan
+
+
+def check_prompts(engine: Engine, prompts: list[str]) -> None:
+    """Check that the engine has room for every prompt and a token of its answer.
+
+    Raises:
+        ValueError: it has not; the first such prompt is quoted.
+    """
+    wrong = [(prompt, why) for prompt in prompts if (why := _misfit(engine, prompt))]
+    if wrong:
+        prompt, why = wrong[0]
+        more = f"; and {len(wrong) - 1} more do not fit" if len(wrong) > 1 else ""
+        raise ValueError(f"prompts: {prompt[:60]!r} {why}{more}")
+
+
+def _misfit(engine: Engine, prompt: str) -> str | None:
+    """Why the engine cannot answer a prompt, or None."""
+    count, most = len(chat_ids(engine, prompt)), engine.max_model_len - 1
+    if 0 < count <= most:
+        return None
+    return f"has {count} tokens; a prompt must have from 1 to {most}"
 
 
 def _answer(

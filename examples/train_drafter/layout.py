@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -34,8 +35,34 @@ def new_config(
     mask_token: int | None = None,
     intermediate_size: int | None = None,
 ) -> dict:
-    """The config.json of a new drafter that has the shapes of its target's own layers."""
-    of_target = json.loads((target / "config.json").read_text())
+    """The config.json of a new drafter that has the shapes of its target's own layers.
+
+    Raises:
+        ValueError: the target's config.json lacks an entry, or the drafter would not fit it; the
+            entry is named.
+    """
+    load_target_config(target)
+    path = target / "config.json"
+    try:
+        config = _new_config(
+            json.loads(path.read_text()), layers, block_size, taps, mask_token, intermediate_size
+        )
+    except KeyError as error:
+        raise ValueError(f"target: {path} must have an entry {error}") from error
+    check_config(config, target)
+    return config
+
+
+def _new_config(
+    of_target: dict,
+    layers: int,
+    block_size: int,
+    taps: list[int] | None,
+    mask_token: int | None,
+    intermediate_size: int | None,
+) -> dict:
+    if intermediate_size is None:
+        intermediate_size = of_target["intermediate_size"]
     heads = of_target["num_attention_heads"]
     hidden = of_target["hidden_size"]
     rope = of_target.get("rope_parameters") or {
@@ -51,7 +78,7 @@ def new_config(
         "num_attention_heads": heads,
         "num_key_value_heads": of_target.get("num_key_value_heads", heads),
         "head_dim": of_target.get("head_dim") or hidden // heads,
-        "intermediate_size": intermediate_size or of_target["intermediate_size"],
+        "intermediate_size": intermediate_size,
         "rms_norm_eps": of_target["rms_norm_eps"],
         "rope_theta": rope.get("rope_theta", 10000.0),
         "rope_parameters": rope,
@@ -68,6 +95,17 @@ def new_config(
             "mask_token_id": of_target["vocab_size"] - 1 if mask_token is None else mask_token,
         },
     }
+
+
+def check_config(config: dict, target: Path) -> DraftConfig:
+    """What the engine makes of a drafter's config.json.
+
+    Raises:
+        ValueError: as `read_config`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), config)
+        return read_config(Path(folder), target)
 
 
 def without_shortlist(config: dict) -> dict:

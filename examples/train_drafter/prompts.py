@@ -73,18 +73,30 @@ def compose(count: int, seed: int = 0) -> list[str]:
     topics = [topic.strip() for line in TOPICS.splitlines() for topic in line.split("|")]
     topics = [topic for topic in topics if topic]
     every = [template.format(topic) for template in TEMPLATES for topic in topics]
-    if count > len(every):
+    if not 0 <= count <= len(every):
         raise ValueError(f"compose: {len(every)} prompts can be composed, {count} were asked for")
     return random.Random(seed).sample(every, count)
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt per line; blank lines and lines that begin with `#` are comments."""
+    """One prompt per line; blank lines and lines that begin with `#` are comments.
+
+    Raises:
+        ValueError: the file cannot be read, is not UTF-8 text or has no prompts; it is named.
+    """
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"prompts: {error}") from error
-    return [line for line in lines if line and not line.startswith("#")]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts: {path} must be UTF-8 text: {error}") from error
+    if "\0" in text:
+        raise ValueError(f"prompts: {path} must be UTF-8 text, but has a zero byte")
+    lines = [line.strip() for line in text.splitlines()]
+    prompts = [line for line in lines if line and not line.startswith("#")]
+    if not prompts:
+        raise ValueError(f"prompts: {path} has no prompts")
+    return prompts
 
 
 def overlap(prompt: str, others: list[str]) -> tuple[float, str]:
