@@ -22,10 +22,10 @@ from train_drafter.__main__ import main
 from train_drafter.batches import Store
 from train_drafter.drafter import TrainableDrafter
 from train_drafter.layout import load_weights, new_config, read_config
+from train_drafter.options import TrainOptions
 from train_drafter.proxy import proxy_sums
 from train_drafter.run import RunOptions, prepare, start
 from train_drafter.target import load_target_weights
-from train_drafter.train import TrainOptions
 
 from ddtree import Engine, SamplingParams
 from ddtree.kernels import get_ops

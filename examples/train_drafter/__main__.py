@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from .train import TrainOptions
+from .options import TrainOptions
 
 WORK = Path("~/.cache/ddtree/train")
 HELP = {

@@ -21,10 +21,10 @@ from .data import count_answers, import_corpus, readable_shards
 from .drafter import TrainableDrafter
 from .features import add_features
 from .layout import load_weights, new_config, read_config, shorten, without_shortlist
+from .options import TrainOptions
 from .prompts import compose, overlap, read_prompts
 from .run import RunOptions, prepare, start
 from .target import load_target_weights
-from .train import TrainOptions
 
 
 def say(text: str) -> None:

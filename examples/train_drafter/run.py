@@ -18,8 +18,9 @@ from .batches import Store
 from .checkpoint import lock
 from .drafter import TrainableDrafter
 from .layout import copy_target_layers, initial_weights, load_weights, write_config
+from .options import TrainOptions
 from .target import load_target_weights
-from .train import Trainer, TrainOptions
+from .train import Trainer
 
 
 @dataclass(frozen=True)
