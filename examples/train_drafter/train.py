@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .batches import Batch, Store, epoch_plan, make_batch, random_anchors, token_counts
-from .checkpoint import load_state, save_state
+from .checkpoint import load_state, save_state, write_json
 from .curves import Curves
 from .drafter import TrainableDrafter
 from .layout import save_drafter
@@ -68,17 +68,35 @@ class Trainer:
     # -- state ------------------------------------------------------------------------------
 
     def resume(self) -> bool:
-        """Go on from the run's checkpoint, where it has one; says whether it had."""
+        """Go on from the run's checkpoint, where it has one; says whether it had.
+
+        Raises:
+            ValueError: no checkpoint there can be read, or it is of another drafter.
+        """
         state = load_state(self.run, self.say)
         if state is None:
+            self.progress.best = self._best_before()
             return False
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.ema = {name: tensor.to(self.device) for name, tensor in state["ema"].items()}
-        self.progress = Progress(**state["progress"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.ema = {name: tensor.to(self.device) for name, tensor in state["ema"].items()}
+            self.progress = Progress(**state["progress"])
+        except (KeyError, TypeError, RuntimeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"run: the checkpoint in {self.run} does not fit this drafter; "
+                "delete last.pt and previous.pt there to start the run anew"
+            ) from error
         self.curves.truncate(self.progress.step)
         self.curves.window = state.get("window", [])
         return True
+
+    def _best_before(self) -> float:
+        """Score of the `best` that an earlier start of this run, without a checkpoint, has left."""
+        try:
+            return float(json.loads((self.run / "result.json").read_text())["chain"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0.0
 
     def save(self) -> None:
         if self.rank == 0:
@@ -162,6 +180,11 @@ class Trainer:
         )
 
     def step(self, batch: Batch, generator: torch.Generator) -> float:
+        """Change the weights by one batch; returns its loss.
+
+        Raises:
+            ValueError: loss or gradients are no finite numbers; the weights are as they were.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
@@ -170,7 +193,12 @@ class Trainer:
         loss.backward()
         value = loss.item()
         value = self._average_gradients(value)
-        torch.nn.utils.clip_grad_norm_(self._parameters, self.options.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.clip)
+        if not math.isfinite(value) or not bool(norm.isfinite()):
+            raise ValueError(
+                f"train: the run diverged: the loss of step {self.progress.step + 1} is {value} "
+                f"and its gradient's norm {float(norm)}; choose another --run with a lower --lr"
+            )
         self.optimizer.step()
         decay = min(self.options.ema, (1 + self.progress.step) / (10 + self.progress.step))
         with torch.no_grad():
@@ -264,9 +292,7 @@ class Trainer:
             "sequences": len(items),
             "answer_tokens": sum(len(item.sequence.answer) for item in items),
         }
-        temporary = self.run / ".result.json"
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(temporary, self.run / "result.json")
+        write_json(self.run / "result.json", result)
 
     def _due(self, evaluated: float) -> bool:
         due = [time.monotonic() - evaluated > self.options.eval_seconds]
@@ -285,8 +311,17 @@ class Trainer:
         return batch.to(self.device), generator
 
     def evaluate(self) -> None:
-        """Proxy acceptance of the averaged weights on held-out sequences; keeps the best."""
+        """Proxy acceptance of the averaged weights on held-out sequences; keeps the best.
+
+        Raises:
+            ValueError: they are no finite numbers; nothing is written.
+        """
         o, p = self.options, self.progress
+        if not all(bool(t.to(torch.bfloat16).isfinite().all()) for t in self.ema.values()):
+            raise ValueError(
+                f"train: the run diverged: at step {p.step} its weights are no finite numbers; "
+                "choose another --run with a lower --lr"
+            )
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.model.load_state_dict(self.ema)
         self.model.eval()
@@ -302,7 +337,9 @@ class Trainer:
         chain, hits = float(sums[0] / sums[1].clamp_min(1)), (sums[3:] / sums[2].clamp_min(1))
         self.curves.acceptance(p.step, p.seconds, p.epoch, chain, hits.tolist())
         save_drafter(self.run / "latest", self.config_json, self.ema)
-        if chain > p.best or not sums[1]:  # without held-out answers the newest is the best
+        # Without held-out answers the newest is the best, but untrained weights are never better.
+        untrained_over_another = p.step == 0 and (self.run / "best" / "model.safetensors").exists()
+        if chain > p.best or (not sums[1] and not untrained_over_another):
             p.best = chain
             save_drafter(self.run / "best", self.config_json, self.ema)
             self._write_result()
