@@ -215,8 +215,9 @@ def test_corpus_begins_no_shard_that_would_end_too_late(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", ["-0.1", "1", "1.5", "nan"])
 def test_a_dropout_out_of_range_is_refused(tmp_path, capsys, value):
     command = ["train", "--target", str(fixtures.tiny_target()), "--work", str(tmp_path)]
-    assert main([*command, "--steps", "1", "--dropout", value]) == 1
-    assert "--dropout must be at least 0 and below 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--steps", "1", "--dropout", value])
+    assert "--dropout: must be a finite number at least 0 and below 1" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
