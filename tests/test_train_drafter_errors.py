@@ -21,6 +21,7 @@ from stubs import tiny_tokenizer
 from test_train_drafter_runs import make_run, make_work, write_answers
 from train_drafter import checkpoint, data, train
 from train_drafter.__main__ import main
+from train_drafter.curves import read_rows
 from train_drafter.layout import save_drafter
 from train_drafter.options import TrainOptions
 from train_drafter.processes import run_all
@@ -253,6 +254,7 @@ def test_untrained_weights_never_replace_a_better_drafter(tmp_path, monkeypatch,
             (run / name).unlink(missing_ok=True)
         start(RunOptions(tmp_path, "run", target), SHORT)
         assert written.count("best") == expected
+        assert [row["step"] for row in read_rows(run / "acceptance.csv")] == ["0", "2"]
         written.clear()
 
 

@@ -76,6 +76,7 @@ class Trainer:
         state = load_state(self.run, self.say)
         if state is None:
             self.progress.best = self._best_before()
+            self.curves.truncate(-1)
             return False
         try:
             self.model.load_state_dict(state["model"])
@@ -191,8 +192,7 @@ class Trainer:
         torch.manual_seed(generator.initial_seed() + 1)  # dropout draws from the default generator
         loss = self.loss(batch, generator)
         loss.backward()
-        value = loss.item()
-        value = self._average_gradients(value)
+        value = self._average_gradients(loss.item())
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.clip)
         if not math.isfinite(value) or not bool(norm.isfinite()):
             raise ValueError(
