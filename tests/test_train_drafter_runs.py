@@ -22,10 +22,10 @@ from train_drafter.__main__ import main
 from train_drafter.batches import Store
 from train_drafter.drafter import TrainableDrafter
 from train_drafter.layout import load_weights, new_config, read_config
+from train_drafter.options import TrainOptions
 from train_drafter.proxy import proxy_sums
 from train_drafter.run import RunOptions, prepare, start
 from train_drafter.target import load_target_weights
-from train_drafter.train import TrainOptions
 
 from ddtree import Engine, SamplingParams
 from ddtree.kernels import get_ops
@@ -216,8 +216,9 @@ def test_corpus_begins_no_shard_that_would_end_too_late(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", ["-0.1", "1", "1.5", "nan"])
 def test_a_dropout_out_of_range_is_refused(tmp_path, capsys, value):
     command = ["train", "--target", str(fixtures.tiny_target()), "--work", str(tmp_path)]
-    assert main([*command, "--steps", "1", "--dropout", value]) == 1
-    assert "--dropout must be at least 0 and below 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--steps", "1", "--dropout", value])
+    assert "--dropout: must be a finite number at least 0 and below 1" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 

@@ -205,5 +205,6 @@ def _likeliest(log_q: Tensor, noise: Tensor, right: Tensor, noisy: bool) -> tupl
 
     solver.step(loss)
     trust, heat = powers.detach().exp().tolist()
-    assert math.isfinite(trust) and math.isfinite(heat)
+    if not (math.isfinite(trust) and math.isfinite(heat)):
+        raise ValueError("prompts: no calibration fits what the drafter drafted; give more")
     return trust, heat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ def lock(folder: Path) -> Any:
     return file
 
 
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a JSON file atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(values, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
 def save_state(folder: Path, state: dict[str, Any]) -> None:
     """Write `state` as the newest generation; the one before stays until the new one is whole."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,13 +51,23 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(folder: Path, warn=print) -> dict[str, Any] | None:
-    """The newest readable generation, or None where there is none."""
-    for name in NAMES:
-        path = folder / name
-        if not path.exists():
-            continue
+    """The newest readable generation, or None where none was written yet.
+
+    Raises:
+        ValueError: there are checkpoints, but none can be read.
+    """
+    paths = [path for path in (folder / name for name in NAMES) if path.exists()]
+    for path in paths:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged zip shows as any of a dozen types
-            warn(f"skipped: checkpoint {path} is damaged: {error}")
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception:  # a damaged zip shows as any of a dozen types, with pages of text
+            state = None
+        if isinstance(state, dict):
+            return state
+        warn(f"skipped: checkpoint {path} is damaged")
+    if paths:
+        raise ValueError(
+            f"run: all its checkpoints are damaged: {', '.join(map(str, paths))}; delete them to "
+            "start the run anew, or choose another --run"
+        )
     return None

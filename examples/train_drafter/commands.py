@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,18 +21,11 @@ from ddtree.models.registry import build_target, resolve
 from .data import count_answers, import_corpus, readable_shards
 from .drafter import TrainableDrafter
 from .features import add_features
-from .layout import (
-    check_config,
-    load_weights,
-    new_config,
-    read_config,
-    shorten,
-    without_shortlist,
-)
+from .layout import check_config, new_config, read_config, shorten, without_shortlist
+from .options import TrainOptions
 from .prompts import compose, overlap, read_prompts
-from .run import RunOptions, prepare, start
-from .target import load_target_weights
-from .train import TrainOptions
+from .run import RunOptions, check_target, load_finite_weights, prepare, read_about, start
+from .target import fingerprint, load_target_weights
 
 
 def say(text: str) -> None:
@@ -40,9 +34,25 @@ def say(text: str) -> None:
 
 
 def _folders(args: argparse.Namespace) -> tuple[Path, Path]:
-    """Work folder and target folder; sets the thread count on the way."""
+    """Work folder and target folder, whose config is readable; sets the thread count on the way."""
     torch.set_num_threads(args.threads)
-    return args.work.expanduser(), Path(resolve(str(Path(args.target).expanduser()), name="target"))
+    work = args.work.expanduser()
+    there = next(folder for folder in (work, *work.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise ValueError(f"work: {there} is a file; --work must name a folder")
+    target = Path(resolve(args.target, name="target"))
+    load_target_config(target)
+    return work, target
+
+
+def _draft(args: argparse.Namespace, work: Path, target: Path) -> tuple[Path, Path | None]:
+    """The drafter's folder, and that of the run whose best it is; None where no run is known."""
+    draft = args.draft.expanduser() if args.draft else work / "runs" / args.run / "best"
+    run, name = draft.resolve().parent, draft.resolve().name
+    if name != "best" or not (run / "run.json").exists():
+        return draft, None
+    check_target(run, target)
+    return draft, run
 
 
 def _context(target: Path) -> int:
@@ -70,12 +80,12 @@ def _config(args: argparse.Namespace, target: Path) -> tuple[dict, str]:
 def corpus(args: argparse.Namespace) -> None:
     """Generate or import; the shards lie in `WORK/corpus`."""
     work, target = _folders(args)
-    fingerprint = load_target_weights(target).fingerprint
+    mark = fingerprint(target)
     if args.import_file:
         if args.prompts or args.compose or args.self_instruct:
             raise ValueError("corpus: --import-file is alone; it answers no prompts")
         vocab, file = load_target_config(target).vocab_size, args.import_file.expanduser()
-        counts = import_corpus(file, work, fingerprint=fingerprint, vocab_size=vocab)
+        counts = import_corpus(file, work, fingerprint=mark, vocab_size=vocab)
         say(f"imported: {dict(counts)}")
         return
     from ddtree import Engine
@@ -97,7 +107,7 @@ def corpus(args: argparse.Namespace) -> None:
     with Engine(
         str(target), max_batch_size=args.batch_size, max_model_len=_context(target)
     ) as engine:
-        say(f"corpus: {make_corpus(engine, prompts, work, options, say, fingerprint)}")
+        say(f"corpus: {make_corpus(engine, prompts, work, options, say, mark)}")
 
 
 def features(args: argparse.Namespace) -> None:
@@ -108,7 +118,7 @@ def features(args: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build_target(target, get_ops("torch", device), device, dtype, progress=False)
-    made = add_features(work, model, taps, load_target_weights(target).fingerprint, say)
+    made = add_features(work, model, taps, fingerprint(target), say)
     say(f"features: {made} shards made")
 
 
@@ -120,8 +130,6 @@ def train(args: argparse.Namespace) -> None:
     options = TrainOptions(**values)
     if not options.steps and not options.minutes:
         raise ValueError("train: give --steps or --minutes, so that the run has an end")
-    if not 0 <= args.dropout < 1:
-        raise ValueError(f"train: --dropout must be at least 0 and below 1, got {args.dropout}")
     config, init = _config(args, target)
     prepare(work / "runs" / args.run, target, config, options, {"init": init})
     start(RunOptions(work, args.run, target, args.processes, args.threads), options)
@@ -130,12 +138,12 @@ def train(args: argparse.Namespace) -> None:
 def shortlist(args: argparse.Namespace) -> None:
     """Let a drafter draft the most frequent tokens of the corpus only."""
     work, target = _folders(args)
-    draft = args.draft.expanduser() if args.draft else work / "runs" / args.run / "best"
+    draft, _ = _draft(args, work, target)
     read_config(draft, target)
     vocab = load_target_config(target).vocab_size
     if not 1 <= args.size < vocab:
         raise ValueError(f"shortlist: --size must be from 1 to {vocab - 1}, got {args.size}")
-    train, heldout = count_answers(work, vocab, say)
+    train, heldout = count_answers(work, vocab, say, fingerprint(target))
     if not train.any():
         raise ValueError(f"shortlist: no answers in {work / 'corpus'} to count tokens in")
     tokens = np.sort(np.argsort(-train, kind="stable")[: args.size])
@@ -157,8 +165,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from .generate import chat_ids
 
     work, target = _folders(args)
-    run = work / "runs" / args.run
-    draft = args.draft.expanduser() if args.draft else run / "best"
+    draft, run = _draft(args, work, target)
     prompts = read_prompts(args.prompts.expanduser())
     prompts = prompts[: args.limit] if args.limit else prompts
     began = time.monotonic()
@@ -169,14 +176,17 @@ def evaluate(args: argparse.Namespace) -> None:
         max_batch_size=args.batch_size,
         max_model_len=_context(target),
     ) as engine:
-        turns = _user_turns(engine.tokenizer, work)
-        closest = max(overlap(prompt, turns) for prompt in prompts)
         ids = [chat_ids(engine, prompt) for prompt in prompts]
+        shards = readable_shards(
+            work, say, fingerprint(target), load_target_config(target).vocab_size
+        )
+        trained = [s.prompt for _, sequences in shards for s in sequences]
+        known = _known_prompts(prompts, ids, engine.tokenizer, trained, run is not None)
         report = measure(engine, ids, args.max_new_tokens, args.seed, args.budgets)
     report |= {
         "prompts": len(prompts),
         "max_new_tokens": args.max_new_tokens,
-        "closest_training_prompt": [round(closest[0], 3), closest[1][:200]],
+        **known,
         "seconds": round(time.monotonic() - began, 1),
     }
     config = json.loads((draft / "config.json").read_text())
@@ -191,13 +201,14 @@ def calibrate(args: argparse.Namespace) -> None:
     from .calibrate import answer, fit, record
 
     work, target = _folders(args)
-    draft = args.draft.expanduser() if args.draft else work / "runs" / args.run / "best"
+    draft, _ = _draft(args, work, target)
     config = read_config(draft, target)
     model = TrainableDrafter(config)
-    with torch.no_grad():
-        load_weights(model, draft)
-    prompts = read_prompts(args.prompts.expanduser()) if args.prompts else []
-    prompts = prompts or compose(args.compose, args.seed)
+    load_finite_weights(model, draft)
+    if args.prompts:
+        prompts = read_prompts(args.prompts.expanduser())
+    else:
+        prompts = compose(args.compose, args.seed)
     with Engine(
         str(target), max_batch_size=args.batch_size, max_model_len=_context(target)
     ) as engine:
@@ -214,9 +225,24 @@ def calibrate(args: argparse.Namespace) -> None:
     say(f"written to {draft}: {calibration}")
 
 
-def _user_turns(tokenizer, work: Path) -> list[str]:
+def _known_prompts(
+    prompts: list[str], ids: list[list[int]], tokenizer, corpus: list[np.ndarray], trained: bool
+) -> dict[str, Any]:
+    """How many evaluation prompts are in the `corpus`, if it is what the drafter was `trained` on,
+    and the prompt there that is closest to one of them."""
+    turns = _user_turns(tokenizer, corpus)
+    found = [overlap(prompt, turns) for prompt in prompts]
+    asked = {tuple(prompt.tolist()) for prompt in corpus}
+    seen = [tuple(own) in asked or score == 1 for own, (score, _) in zip(ids, found, strict=True)]
+    score, text = max(found)
+    return {
+        "closest_training_prompt": [round(score, 3), text[:200]],
+        "prompts_in_training": sum(seen) if corpus and trained else None,
+    }
+
+
+def _user_turns(tokenizer, prompts: list[np.ndarray]) -> list[str]:
     """The prompts of the training corpus, decoded; what all of them begin with is cut off."""
-    prompts = [s.prompt for _, sequences in readable_shards(work, say) for s in sequences]
     texts = [tokenizer.decode(p, skip_special_tokens=True) for p in prompts]
     if not texts:
         return []
@@ -227,13 +253,19 @@ def _user_turns(tokenizer, work: Path) -> list[str]:
     return [text[same:].removesuffix("assistant\n").strip() for text in texts]
 
 
-def _recipe(run: Path) -> dict[str, str]:
+def _recipe(run: Path | None) -> dict[str, str]:
     """What the model card says about how the drafter came to be."""
+    if run is None:
+        return {"training": "not known: no notes of a run lie beside the drafter"}
     try:
-        about = json.loads((run / "run.json").read_text())
         result = json.loads((run / "result.json").read_text())
-    except (OSError, ValueError):
-        return {"training": "not known: the run's folder is not there"}
+        return _lines(read_about(run), result)
+    except (OSError, ValueError, KeyError, TypeError):
+        return {"training": "not known: the notes of its run are not complete"}
+
+
+def _lines(about: dict, result: dict) -> dict[str, str]:
+    """The recipe that a run's notes tell."""
     options = about["options"]
     init = {"": "random weights", "target": "the target's last layers"}.get(
         about["init"], f"the weights of {Path(about['init']).name}"

@@ -115,9 +115,9 @@ def model_card(name: str, target: str, about: dict[str, Any], report: dict[str, 
         "",
         "## Scores",
         "",
-        f"Tokens per round, bonus token included, on {report['prompts']} chat prompts that are not "
-        f"in the training data, {report['max_new_tokens']} new tokens; 95 % bootstrap intervals "
-        "over prompts. Plain decoding is 1.",
+        f"Tokens per round, bonus token included, on {report['prompts']} chat prompts "
+        f"({seen_in_training(report)}), {report['max_new_tokens']} new tokens; 95 % bootstrap "
+        "intervals over prompts. Plain decoding is 1.",
         "",
     ]
     for temperature in ("greedy", "T=1"):
@@ -128,6 +128,17 @@ def model_card(name: str, target: str, about: dict[str, Any], report: dict[str, 
             lines.append(f"| {mode} | {row['tokens_per_round']:.2f} | {low:.2f} - {high:.2f} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def seen_in_training(report: dict[str, Any]) -> str:
+    """What is known of the prompts' place in the training corpus."""
+    count = report["prompts_in_training"]
+    if count is None:
+        return "whether they are in its training data is not known"
+    if count:
+        return f"{count} of them in the training corpus"
+    closest = report["closest_training_prompt"][0]
+    return f"none of them in the training corpus; the closest there shares {closest:.0%} of words"
 
 
 def write_report(

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from ddtree.config import load_draft_config, load_target_config
 
 from .batches import Store
-from .checkpoint import lock
+from .checkpoint import NAMES, lock, write_json
 from .drafter import TrainableDrafter
 from .layout import copy_target_layers, initial_weights, load_weights, write_config
-from .target import load_target_weights
-from .train import Trainer, TrainOptions
+from .options import TrainOptions
+from .processes import run_all
+from .target import fingerprint, load_target_weights
+from .train import Trainer
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,71 @@ def prepare(run: Path, target: Path, config: dict, options: TrainOptions, origin
     """Make a run folder, or check that the one there was made for the same thing.
 
     Raises:
-        ValueError: the run exists and was started for another target or drafter shape.
+        ValueError: the run exists and was started for another target or drafter shape, or the
+            drafter does not go with the target.
     """
-    about = {"target": load_target_weights(target).fingerprint, "config": config, **origin}
-    path = run / "run.json"
-    if path.exists():
-        before = json.loads(path.read_text())
-        for key in ("target", "config"):
-            if before[key] != about[key]:
-                raise ValueError(
-                    f"run: {run} was started with another {key}; choose another --run to start anew"
-                )
-        about = before
-    about["options"] = asdict(options)
+    about = {"target": fingerprint(target), "config": config, **origin}
+    before = read_about(run)
+    for key in ("target", "config") if before else ():
+        if before[key] != about[key]:
+            raise ValueError(
+                f"run: {run} was started with another {key}; choose another --run to start anew"
+            )
+    if any((run / name).exists() for name in NAMES):
+        about |= before  # where the weights came from, too
     write_config(run / "layout", config)
-    path.write_text(json.dumps(about, indent=1) + "\n")
+    load_draft_config(run / "layout", load_target_config(target))
+    write_json(run / "run.json", about | {"options": asdict(options)})
+
+
+def read_about(run: Path) -> dict:
+    """What `prepare` has noted in a run's folder; empty where there is no run.
+
+    Raises:
+        ValueError: the file there is damaged.
+    """
+    path = run / "run.json"
+    if not path.exists():
+        return {}
+    try:
+        about = json.loads(path.read_text())
+        if isinstance(about["target"], int) and isinstance(about["config"], dict):
+            return about
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(
+        f"run: {path} is damaged: it must hold the run's target, config and options; "
+        "choose another --run to start anew"
+    )
+
+
+def check_target(run: Path, target: Path) -> None:
+    """Refuse a target that the run in this folder was not started with.
+
+    Raises:
+        ValueError: it was another one, or the run's own notes are damaged.
+    """
+    about = read_about(run)
+    if about and about["target"] != fingerprint(target):
+        raise ValueError(
+            f"run: {run} was started with another target; give that one, or choose another --run"
+        )
+
+
+def load_finite_weights(model: TrainableDrafter, folder: Path) -> None:
+    """`load_weights` of a drafter that can be worked with.
+
+    Raises:
+        ValueError: as `load_weights`, or a weight is no finite number.
+    """
+    with torch.no_grad():
+        load_weights(model, folder)
+    for name, tensor in model.state_dict().items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(
+                f"draft: {name} in {folder} must hold finite numbers only; "
+                "the drafter has diverged in training: take another"
+            )
 
 
 def start(options: RunOptions, training: TrainOptions) -> None:
@@ -71,7 +122,7 @@ def _start(options: RunOptions, training: TrainOptions) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    mp.spawn(_train, args=(options, training, address), nprocs=options.processes)
+    run_all(_train, (options, training, address), options.processes)
 
 
 def _train(rank: int, options: RunOptions, training: TrainOptions, address: str | None) -> None:
@@ -81,7 +132,7 @@ def _train(rank: int, options: RunOptions, training: TrainOptions, address: str 
             "gloo", init_method=address, rank=rank, world_size=options.processes
         )
     run = options.work / "runs" / options.name
-    about = json.loads((run / "run.json").read_text())
+    about = read_about(run)
     config = load_draft_config(run / "layout", load_target_config(options.target))
     alone_on_gpu = options.processes == 1 and torch.cuda.is_available()
     device = torch.device("cuda" if alone_on_gpu else "cpu")
@@ -94,7 +145,7 @@ def _train(rank: int, options: RunOptions, training: TrainOptions, address: str 
         if about.get("init") == "target":
             copy_target_layers(model, options.target, load_target_config(options.target).num_layers)
         elif about.get("init"):
-            load_weights(model, Path(about["init"]))
+            load_finite_weights(model, Path(about["init"]))
 
     def say(text: str) -> None:
         print(text, flush=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .batches import Batch, Store, epoch_plan, make_batch, random_anchors, token_counts
-from .checkpoint import load_state, save_state
+from .checkpoint import load_state, save_state, write_json
 from .curves import Curves
 from .drafter import TrainableDrafter
 from .layout import save_drafter
 from .loss import SampledHead, block_loss
+from .options import Progress, TrainOptions
 from .proxy import proxy_sums
 from .target import TargetWeights
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """What a run is asked to do; everything but the limits is fixed for the life of a run."""
-
-    steps: int = 0  # end after so many steps; 0 = no such limit
-    minutes: float = 0.0  # end after so much processor time, all resumes together; 0 = no limit
-    batch: int = 8  # sequences per process and step
-    anchors: int = 64  # blocks per sequence
-    lr: float = 6e-4
-    warmup: int = 50  # steps
-    decay: float = 0.3  # last share of the run in which the learning rate falls to zero
-    weight_decay: float = 0.01
-    dropout: float = 0.1
-    clip: float = 1.0
-    ema: float = 0.998
-    gamma: float = 2.5  # loss weight of depth d is exp(-(d - 1) / gamma)
-    distill: float = 0.5  # share of distillation at depth 1 of greedy sequences
-    distill_fall: float = 0.5  # and how that share falls per depth
-    sampled_fall: float = 0.4  # how the weight of sampled sequences falls per depth
-    negatives: int = 1024
-    common: int = 2048
-    reach: tuple[int, ...] = ()  # context windows of the first stages, then everything
-    reach_share: float = 0.4  # share of the run in which the stages pass
-    seed: int = 0
-    save_seconds: float = 45.0
-    eval_seconds: float = 600.0
-    eval_items: int = 40
-    eval_tokens: int = 96
-
-
-@dataclass
-class Progress:
-    """Where a run is: everything of it goes into the checkpoint."""
-
-    step: int = 0
-    epoch: int = 0
-    position: int = 0  # batches of this epoch's plan that are done
-    shards: list[str] = field(default_factory=list)  # that this epoch's plan is made of
-    eval_shards: list[str] = field(default_factory=list)  # whose held-out part is the yardstick
-    seconds: float = 0.0  # processor time of one process: a busy machine and pauses do not count
-    best: float = 0.0
 
 
 class Trainer:
@@ -110,17 +68,36 @@ class Trainer:
     # -- state ------------------------------------------------------------------------------
 
     def resume(self) -> bool:
-        """Go on from the run's checkpoint, where it has one; says whether it had."""
+        """Go on from the run's checkpoint, where it has one; says whether it had.
+
+        Raises:
+            ValueError: no checkpoint there can be read, or it is of another drafter.
+        """
         state = load_state(self.run, self.say)
         if state is None:
+            self.progress.best = self._best_before()
+            self.curves.truncate(-1)
             return False
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.ema = {name: tensor.to(self.device) for name, tensor in state["ema"].items()}
-        self.progress = Progress(**state["progress"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.ema = {name: tensor.to(self.device) for name, tensor in state["ema"].items()}
+            self.progress = Progress(**state["progress"])
+        except (KeyError, TypeError, RuntimeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"run: the checkpoint in {self.run} does not fit this drafter; "
+                "delete last.pt and previous.pt there to start the run anew"
+            ) from error
         self.curves.truncate(self.progress.step)
         self.curves.window = state.get("window", [])
         return True
+
+    def _best_before(self) -> float:
+        """Score of the `best` that an earlier start of this run, without a checkpoint, has left."""
+        try:
+            return float(json.loads((self.run / "result.json").read_text())["chain"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0.0
 
     def save(self) -> None:
         if self.rank == 0:
@@ -204,15 +181,24 @@ class Trainer:
         )
 
     def step(self, batch: Batch, generator: torch.Generator) -> float:
+        """Change the weights by one batch; returns its loss.
+
+        Raises:
+            ValueError: loss or gradients are no finite numbers; the weights are as they were.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
         torch.manual_seed(generator.initial_seed() + 1)  # dropout draws from the default generator
         loss = self.loss(batch, generator)
         loss.backward()
-        value = loss.item()
-        value = self._average_gradients(value)
-        torch.nn.utils.clip_grad_norm_(self._parameters, self.options.clip)
+        value = self._average_gradients(loss.item())
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.clip)
+        if not math.isfinite(value) or not bool(norm.isfinite()):
+            raise ValueError(
+                f"train: the run diverged: the loss of step {self.progress.step + 1} is {value} "
+                f"and its gradient's norm {float(norm)}; choose another --run with a lower --lr"
+            )
         self.optimizer.step()
         decay = min(self.options.ema, (1 + self.progress.step) / (10 + self.progress.step))
         with torch.no_grad():
@@ -306,9 +292,7 @@ class Trainer:
             "sequences": len(items),
             "answer_tokens": sum(len(item.sequence.answer) for item in items),
         }
-        temporary = self.run / ".result.json"
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(temporary, self.run / "result.json")
+        write_json(self.run / "result.json", result)
 
     def _due(self, evaluated: float) -> bool:
         due = [time.monotonic() - evaluated > self.options.eval_seconds]
@@ -327,8 +311,17 @@ class Trainer:
         return batch.to(self.device), generator
 
     def evaluate(self) -> None:
-        """Proxy acceptance of the averaged weights on held-out sequences; keeps the best."""
+        """Proxy acceptance of the averaged weights on held-out sequences; keeps the best.
+
+        Raises:
+            ValueError: they are no finite numbers; nothing is written.
+        """
         o, p = self.options, self.progress
+        if not all(bool(t.to(torch.bfloat16).isfinite().all()) for t in self.ema.values()):
+            raise ValueError(
+                f"train: the run diverged: at step {p.step} its weights are no finite numbers; "
+                "choose another --run with a lower --lr"
+            )
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.model.load_state_dict(self.ema)
         self.model.eval()
@@ -344,7 +337,9 @@ class Trainer:
         chain, hits = float(sums[0] / sums[1].clamp_min(1)), (sums[3:] / sums[2].clamp_min(1))
         self.curves.acceptance(p.step, p.seconds, p.epoch, chain, hits.tolist())
         save_drafter(self.run / "latest", self.config_json, self.ema)
-        if chain > p.best or not sums[1]:  # without held-out answers the newest is the best
+        # Without held-out answers the newest is the best, but untrained weights are never better.
+        untrained_over_another = p.step == 0 and (self.run / "best" / "model.safetensors").exists()
+        if chain > p.best or (not sums[1] and not untrained_over_another):
             p.best = chain
             save_drafter(self.run / "best", self.config_json, self.ema)
             self._write_result()
