@@ -67,7 +67,11 @@ WRONG = [
     *(("train", f"--{name}", "-1") for name in ("steps", "minutes", "batch", "seed", "reach")),
     *(("train", f"--{name}", "1.01") for name in ("decay", "ema", "distill", "sampled-fall")),
     *((name, "--intermediate-size", "0") for name in ("train", "features")),
-    *((name, "--block-size", "1") for name in ("train", "features")),
+    *(
+        (name, *wrong)
+        for name in ("train", "features")
+        for wrong in (("--block-size", "1"), ("--taps", "-1"))
+    ),
     *(("train", "--run", value) for value in ("", ".", "..", "a/b", "/a", "a\\b", "n" * 201)),
     *(("corpus", "--name", value) for value in ("", "..", "../x", "a/b")),
     *((name, "--run", "..") for name in ("shortlist", "calibrate", "evaluate")),
