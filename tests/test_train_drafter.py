@@ -233,7 +233,7 @@ def test_split_is_by_prompt_and_about_as_large_as_it_says():
 def test_import_splits_a_corpus_without_losing_any(tmp_path):
     everything = random_sequences(300)
     data.write_shard(tmp_path / "all.npz", everything)
-    counts = data.import_corpus(tmp_path / "all.npz", tmp_path / "work", shard_tokens=2000)
+    counts = data.import_corpus(tmp_path / "all.npz", tmp_path / "work", "all", shard_tokens=2000)
     shards = dict(data.readable_shards(tmp_path / "work"))
     assert len(shards) == counts["shards"] > 3
     key = lambda s: (s.start, s.temperature, *s.tokens.tolist())  # noqa: E731

@@ -222,7 +222,18 @@ def test_an_import_is_stamped_and_must_fit_the_target(tmp_path, capsys):
     assert f"{shard} was made for another target" in capsys.readouterr().err
     data.write_shard(tmp_path / "corpus" / "x-0009.npz", random_sequences(2))
     assert run(tmp_path, "corpus", "--import-file", source) == 1
-    assert f"other shards named x; rename {source}" in capsys.readouterr().err
+    assert "other shards named x; give another --name" in capsys.readouterr().err
+    (tmp_path / "corpus" / "x-0009.npz").unlink()
+    before = shard.read_bytes()
+    assert run(tmp_path, "corpus", "--import-file", source, target=chat_target(5)) == 1
+    assert "other shards named x" in capsys.readouterr().err and shard.read_bytes() == before
+    assert run(tmp_path, "corpus", "--import-file", source, "--name", "y") == 0
+    assert (tmp_path / "corpus" / "y-0001.npz").exists()
+    assert run(tmp_path, "corpus", "--import-file", source.rename(tmp_path / ".x.npz")) == 1
+    assert "its name must be a plain name" in capsys.readouterr().err
+    assert run(tmp_path, "corpus", "--import-file", source) == 1
+    assert f"import-file: {source} is not a file" in capsys.readouterr().err
+    source = tmp_path / ".x.npz"
     short = tmp_path / "short.npz"
     data.write_shard(short, random_sequences(3, length=8)[:1])
     edit_shard(short, tokens=np.arange(3, 11), offsets=np.array([0, 8]))

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import fixtures
@@ -22,7 +23,7 @@ from test_train_drafter_runs import make_run, make_work, write_answers
 from train_drafter import checkpoint, data, train
 from train_drafter.__main__ import main
 from train_drafter.curves import read_rows
-from train_drafter.layout import save_drafter
+from train_drafter.layout import save_drafter, shorten
 from train_drafter.options import TrainOptions
 from train_drafter.processes import run_all
 from train_drafter.run import RunOptions, prepare, start
@@ -262,6 +263,52 @@ def test_untrained_weights_never_replace_a_better_drafter(tmp_path, monkeypatch,
         written.clear()
 
 
+def test_a_best_that_was_deleted_is_made_again(tmp_path, monkeypatch):
+    target = fixtures.tiny_target()
+    make_work(tmp_path, target, shards=1)
+    run = make_run(tmp_path, target, SHORT)
+    scores = iter([2.0, 2.0, 1.0, 1.5])
+    monkeypatch.setattr(
+        train, "proxy_sums", lambda *_: torch.tensor([next(scores), 1.0, 1.0, *[0.0] * 5])
+    )
+    start(RunOptions(tmp_path, "run", target), SHORT)
+    shutil.rmtree(run / "best")
+    for name in checkpoint.NAMES:
+        (run / name).unlink(missing_ok=True)
+    start(RunOptions(tmp_path, "run", target), SHORT)
+    assert (run / "best" / "model.safetensors").exists()
+
+
+def test_a_finished_run_leaves_its_drafter_alone(tmp_path, monkeypatch):
+    """The same command again must not undo what later stages did to `best`."""
+    target = fixtures.tiny_target()
+    make_work(tmp_path, target, shards=1)
+    run = make_run(tmp_path, target, SHORT)
+    monkeypatch.setattr(train, "proxy_sums", lambda *_: torch.zeros(8))  # no held-out answers
+    start(RunOptions(tmp_path, "run", target), SHORT)
+    shorten(run / "best", torch.arange(60))
+    (run / "best" / "calibration.json").write_text("{}")
+    before = contents(run / "best")
+    start(RunOptions(tmp_path, "run", target), SHORT)
+    assert contents(run / "best") == before
+    start(RunOptions(tmp_path, "run", target), replace(SHORT, steps=3))
+    assert not (run / "best" / "calibration.json").exists()
+    assert "draft_vocab_size" not in json.loads((run / "best" / "config.json").read_text())
+
+
+def test_a_run_in_use_is_not_touched(tmp_path, capsys):
+    target = fixtures.tiny_target()
+    make_work(tmp_path, target, shards=1)
+    command = ["train", "--target", str(target), "--work", str(tmp_path), *SHAPE, "--steps", "1"]
+    assert main([*command, "--batch", "2"]) == 0
+    about = tmp_path / "runs/default/run.json"
+    before = about.read_text()
+    with checkpoint.lock(about.parent):
+        assert main([*command, "--batch", "2", "--lr", "0.1"]) == 1
+    assert "is being trained by another process" in line(capsys)
+    assert about.read_text() == before
+
+
 # -- divergence -------------------------------------------------------------------------------
 
 
@@ -310,6 +357,7 @@ def test_a_drafter_that_has_diverged_is_named(tmp_path, capsys):
     make_work(tmp_path, target, shards=1)
     for command in (
         ["calibrate", "--draft", str(draft)],
+        ["evaluate", "--draft", str(draft)],
         ["train", "--init", str(draft), "--steps", "1"],
     ):
         assert main([*command, *given]) == 1

@@ -298,10 +298,11 @@ def test_a_shortlist_that_cannot_be_made_is_refused(tmp_path, capsys):
         assert "--size must be from 1 to 100" in capsys.readouterr().err
     assert main([*command, "5"]) == 1
     assert "no answers" in capsys.readouterr().err
-    for wrong in (101, -3):
+    for wrong, why in ((101, "has tokens beyond the vocabulary of 101"), (-3, "at least 0")):
         write_answers(tmp_path, [[40, wrong], [3, 4]])
         assert main([*command, "5"]) == 1
-        assert "a-0000 has tokens beyond the vocabulary of 101" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert "a-0000.npz" in err and why in err
     assert before == (
         (draft / "config.json").read_bytes(),
         (draft / "model.safetensors").read_bytes(),

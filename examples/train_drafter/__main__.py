@@ -58,7 +58,9 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     corpus = command("corpus", "let the target answer prompts; or import a corpus file")
-    corpus.add_argument("--name", type=folder_name, default="corpus", help="name of the new shards")
+    corpus.add_argument(
+        "--name", type=folder_name, help="name of the new shards; default: corpus, or the file's"
+    )
     corpus.add_argument("--prompts", type=path, help="a file with one prompt per line")
     corpus.add_argument(
         "--compose", type=whole(0), default=0, help="prompts of templates and topics"

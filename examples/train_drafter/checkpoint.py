@@ -71,3 +71,13 @@ def load_state(folder: Path, warn=print) -> dict[str, Any] | None:
             "start the run anew, or choose another --run"
         )
     return None
+
+
+def best_before(run: Path) -> float:
+    """Score of the `best` that an earlier start of a run, whose checkpoints are gone, has left."""
+    if not (run / "best" / "model.safetensors").exists():
+        return 0.0
+    try:
+        return float(json.loads((run / "result.json").read_text())["chain"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0

@@ -18,6 +18,7 @@ from ddtree.models.dflash import read_draft_tokens
 from ddtree.models.loader import Checkpoint
 from ddtree.models.registry import build_target, resolve
 
+from .arguments import folder_name
 from .data import count_answers, import_corpus, readable_shards
 from .drafter import TrainableDrafter
 from .features import add_features
@@ -85,7 +86,13 @@ def corpus(args: argparse.Namespace) -> None:
         if args.prompts or args.compose or args.self_instruct:
             raise ValueError("corpus: --import-file is alone; it answers no prompts")
         vocab, file = load_target_config(target).vocab_size, args.import_file.expanduser()
-        counts = import_corpus(file, work, fingerprint=mark, vocab_size=vocab)
+        if not file.is_file():
+            raise ValueError(f"import-file: {file} is not a file")
+        try:
+            name = args.name or folder_name(file.stem)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"import-file: {file}: its name {error}; give a --name") from error
+        counts = import_corpus(file, work, name, fingerprint=mark, vocab_size=vocab)
         say(f"imported: {dict(counts)}")
         return
     from ddtree import Engine
@@ -97,7 +104,7 @@ def corpus(args: argparse.Namespace) -> None:
     if not prompts and not args.self_instruct:
         raise ValueError("corpus: give --prompts, --compose or --self-instruct (or --import-file)")
     options = CorpusOptions(
-        args.name,
+        args.name or "corpus",
         args.max_new_tokens,
         args.shard_prompts,
         args.seed,
@@ -131,7 +138,8 @@ def train(args: argparse.Namespace) -> None:
     if not options.steps and not options.minutes:
         raise ValueError("train: give --steps or --minutes, so that the run has an end")
     config, init = _config(args, target)
-    prepare(work / "runs" / args.run, target, config, options, {"init": init})
+    run = work / "runs" / args.run
+    prepare(run, target, config, options, {"init": init})
     start(RunOptions(work, args.run, target, args.processes, args.threads), options)
 
 
@@ -166,6 +174,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
     work, target = _folders(args)
     draft, run = _draft(args, work, target)
+    load_finite_weights(TrainableDrafter(read_config(draft, target)), draft)
     prompts = read_prompts(args.prompts.expanduser())
     prompts = prompts[: args.limit] if args.limit else prompts
     began = time.monotonic()
@@ -260,13 +269,13 @@ def _recipe(run: Path | None) -> dict[str, str]:
     try:
         result = json.loads((run / "result.json").read_text())
         return _lines(read_about(run), result)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {"training": "not known: the notes of its run are not complete"}
 
 
 def _lines(about: dict, result: dict) -> dict[str, str]:
     """The recipe that a run's notes tell."""
-    options = about["options"]
+    options = result.get("options", about["options"])
     init = {"": "random weights", "target": "the target's last layers"}.get(
         about["init"], f"the weights of {Path(about['init']).name}"
     )

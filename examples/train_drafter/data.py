@@ -137,14 +137,13 @@ def read_shard(
     if not len(starts):
         raise ValueError(f"corpus shard {path} is damaged: it has no sequences")
     if not (np.isfinite(temperatures) & (temperatures >= 0)).all():
-        raise ValueError(f"corpus shard {path} is damaged: temperatures must be at least 0")
-    if fingerprint is not None and made_for not in (None, fingerprint):
-        raise ValueError(f"corpus shard {path} was made for another target")
-    if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        shard = path.with_suffix("")
-        raise ValueError(f"corpus shard {shard} has tokens beyond the vocabulary of {vocab_size}")
+        raise ValueError(f"corpus shard {path} is damaged: temperatures must be finite, at least 0")
     if tokens.min() < 0:
         raise ValueError(f"corpus shard {path} is damaged: token ids must be at least 0")
+    if fingerprint is not None and made_for not in (None, fingerprint):
+        raise ValueError(f"corpus shard {path} was made for another target")
+    if vocab_size is not None and tokens.max() >= vocab_size:
+        raise ValueError(f"corpus shard {path} has tokens beyond the vocabulary of {vocab_size}")
     return [
         Sequence(tokens[offsets[i] : offsets[i + 1]], int(starts[i]), float(temperatures[i]))
         for i in range(len(starts))
@@ -229,6 +228,7 @@ def count_answers(
 def import_corpus(
     source: Path,
     work: Path,
+    name: str,
     shard_tokens: int = 32768,
     seed: int = 0,
     fingerprint: int | None = None,
@@ -256,16 +256,28 @@ def import_corpus(
     keep.counts["held out"] = len(heldout)
     shards = {0: heldout} if heldout else {}
     shards |= dict(enumerate(_cut(rest, shard_tokens), start=1))
-    paths = {work / "corpus" / f"{source.stem}-{i:04d}.npz": shard for i, shard in shards.items()}
-    plan = work / "corpus" / f"{source.stem}.json"
-    if plan.exists() or set(shards_named(work, source.stem)) - paths.keys():
+    paths = {work / "corpus" / f"{name}-{i:04d}.npz": shard for i, shard in shards.items()}
+    there = set(shards_named(work, name))
+    if (
+        (work / "corpus" / f"{name}.json").exists()
+        or there - paths.keys()
+        or not {_made_for(path) for path in there} <= {None, fingerprint}
+    ):
         raise ValueError(
-            f"import-file: {work / 'corpus'} has other shards named {source.stem}; rename {source}"
+            f"import-file: {work / 'corpus'} has other shards named {name}; give another --name"
         )
     for path, shard in paths.items():
         write_shard(path, shard, fingerprint)
     keep.counts["shards"] = len(paths)
     return keep.counts
+
+
+def _made_for(path: Path) -> int | None:
+    """The fingerprint in a shard; None where it has none, or cannot be read."""
+    try:
+        return _read_arrays(path)[1]
+    except ValueError:
+        return None
 
 
 def _cut(sequences: list[Sequence], shard_tokens: int) -> Iterator[list[Sequence]]:

@@ -189,7 +189,11 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def save_drafter(folder: Path, config: dict, weights: dict[str, Tensor]) -> None:
-    """Write a loadable drafter folder in bfloat16, the weights atomically and last."""
+    """Write a loadable drafter folder in bfloat16, the weights atomically and last.
+
+    A calibration of the weights before is taken away.
+    """
+    (folder / CALIBRATION_FILE).unlink(missing_ok=True)
     write_config(folder, config)
     temporary = folder / f".model.{os.getpid()}"
     save_file(

@@ -46,3 +46,4 @@ class Progress:
     eval_shards: list[str] = field(default_factory=list)  # whose held-out part is the yardstick
     seconds: float = 0.0  # processor time of one process: a busy machine and pauses do not count
     best: float = 0.0
+    evaluated: int = -1  # step of the last proxy evaluation

@@ -38,8 +38,8 @@ def prepare(run: Path, target: Path, config: dict, options: TrainOptions, origin
     """Make a run folder, or check that the one there was made for the same thing.
 
     Raises:
-        ValueError: the run exists and was started for another target or drafter shape, or the
-            drafter does not go with the target.
+        ValueError: the run exists and was started for another target or drafter shape, the
+            drafter does not go with the target, or the run is being trained by somebody else.
     """
     about = {"target": fingerprint(target), "config": config, **origin}
     before = read_about(run)
@@ -50,9 +50,10 @@ def prepare(run: Path, target: Path, config: dict, options: TrainOptions, origin
             )
     if any((run / name).exists() for name in NAMES):
         about |= before  # where the weights came from, too
-    write_config(run / "layout", config)
-    load_draft_config(run / "layout", load_target_config(target))
-    write_json(run / "run.json", about | {"options": asdict(options)})
+    with lock(run):
+        write_config(run / "layout", config)
+        load_draft_config(run / "layout", load_target_config(target))
+        write_json(run / "run.json", about | {"options": asdict(options)})
 
 
 def read_about(run: Path) -> dict:

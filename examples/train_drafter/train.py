@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import time
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .batches import Batch, Store, epoch_plan, make_batch, random_anchors, token_counts
-from .checkpoint import load_state, save_state, write_json
+from .checkpoint import best_before, load_state, save_state, write_json
 from .curves import Curves
 from .drafter import TrainableDrafter
 from .layout import save_drafter
@@ -75,7 +74,7 @@ class Trainer:
         """
         state = load_state(self.run, self.say)
         if state is None:
-            self.progress.best = self._best_before()
+            self.progress.best = best_before(self.run)
             self.curves.truncate(-1)
             return False
         try:
@@ -91,13 +90,6 @@ class Trainer:
         self.curves.truncate(self.progress.step)
         self.curves.window = state.get("window", [])
         return True
-
-    def _best_before(self) -> float:
-        """Score of the `best` that an earlier start of this run, without a checkpoint, has left."""
-        try:
-            return float(json.loads((self.run / "result.json").read_text())["chain"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return 0.0
 
     def save(self) -> None:
         if self.rank == 0:
@@ -274,7 +266,7 @@ class Trainer:
             if p.position >= len(plan):
                 p.epoch, p.position = p.epoch + 1, 0
                 self._new_epoch()
-        if not self.stop:
+        if not self.stop and p.evaluated != p.step:
             self.evaluate()
         self.save()
 
@@ -291,6 +283,7 @@ class Trainer:
             "processes": self.world,
             "sequences": len(items),
             "answer_tokens": sum(len(item.sequence.answer) for item in items),
+            "options": asdict(self.options),
         }
         write_json(self.run / "result.json", result)
 
@@ -322,6 +315,7 @@ class Trainer:
                 f"train: the run diverged: at step {p.step} its weights are no finite numbers; "
                 "choose another --run with a lower --lr"
             )
+        p.evaluated = p.step
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.model.load_state_dict(self.ema)
         self.model.eval()
