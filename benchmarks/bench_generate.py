@@ -2,7 +2,8 @@
 
 All contenders run every prompt in one process, interleaved and in rotating order; speeds are
 medians over the prompts of tokens per second (prompt processing included), and speedups are
-medians of the per-prompt ratios, after two prompts to warm up. Greedy, batch 1. Run it on an idle
+medians of the per-prompt ratios, after two prompts to warm up. "In total" compares all tokens
+divided by all seconds. Greedy, batch 1. Run it on an idle
 machine:
 
     python benchmarks/bench_generate.py --threads 2 --output benchmarks/results/generate.json
@@ -157,6 +158,7 @@ def main() -> None:
         print(f"prompt {index + 1}/{len(prompts)}", file=sys.stderr)
 
     speed = {n: [c / s for c, s in zip(counts[n], seconds[n], strict=True)] for n in names}
+    total_speed = {n: sum(counts[n]) / sum(seconds[n]) for n in names}
     rows = []
     for name in names:
         done = [s for s in stats[name] if s is not None]
@@ -173,6 +175,7 @@ def main() -> None:
                 "tokens_per_round": round(emitted / rounds, 3) if rounds else None,
                 "tokens_per_second": round(statistics.median(speed[name]), 2),
                 "vs_off": round(_ratio(speed[name], speed["off"]), 3),
+                "in_total": round(total_speed[name] / total_speed["off"], 3),
                 "vs_transformers": round(_ratio(speed[name], speed["transformers"]), 3),
                 "differing_outputs": differing[name],
                 "ms_per_round": round(1e3 * total / rounds, 2) if rounds else None,
@@ -211,13 +214,16 @@ def cpu_name() -> str:
 
 def _print(result: dict[str, Any]) -> None:
     print(f"{result['machine']}; {result['prompts']} prompts x {result['new_tokens']} tokens\n")
-    print("| mode | tokens/round | tokens/s | vs off | vs transformers | differing outputs |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| mode | tokens/round | tokens/s | vs off | in total | vs transformers | differing outputs |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for row in result["rows"]:
         rounds = f"{row['tokens_per_round']:.2f}" if row["tokens_per_round"] else "-"
         print(
             f"| {row['mode']} | {rounds} | {row['tokens_per_second']:.1f} "
-            f"| {row['vs_off']:.2f} | {row['vs_transformers']:.2f} | {row['differing_outputs']} |"
+            f"| {row['vs_off']:.2f} | {row['in_total']:.2f} | {row['vs_transformers']:.2f} "
+            f"| {row['differing_outputs']} |"
         )
     print("\nshare of a round | draft | build | verify | commit | host | ms per round")
     for row in result["rows"]:
