@@ -214,10 +214,8 @@ def cpu_name() -> str:
 
 def _print(result: dict[str, Any]) -> None:
     print(f"{result['machine']}; {result['prompts']} prompts x {result['new_tokens']} tokens\n")
-    print(
-        "| mode | tokens/round | tokens/s | vs off | in total | vs transformers | differing outputs |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    columns = ("tokens/round", "tokens/s", "vs off", "in total", "vs transformers", "differing")
+    print(f"| mode | {' | '.join(columns)} |\n|---{'|---' * len(columns)}|")
     for row in result["rows"]:
         rounds = f"{row['tokens_per_round']:.2f}" if row["tokens_per_round"] else "-"
         print(
