@@ -147,12 +147,16 @@ _MODELS = {name: _built_once(getattr(registry, name)) for name in ("build_target
 
 
 def tiny_engine(architecture: str = "llama", **options: Any) -> Engine:
-    """An engine on TINY with its random drafter; `check_engines` looks after it."""
+    """An engine on TINY with its random drafter; `check_engines` looks after it.
+
+    One of several rows launches its steps ahead, as it would on an accelerator.
+    """
     options = {"draft": str(tiny_drafter(architecture)), "budget": 16, **options}
     # Ranks share nothing; and a patch made by two threads at once would never be undone.
     shared = {} if "process_group" in options else _MODELS
     with mock.patch.multiple(registry, **shared) if shared else contextlib.nullcontext():
         engine = Engine(str(tiny_target(architecture)), **options)
+    engine._loop.ahead = options.get("max_batch_size", 8) > 1
     _OPEN.append(engine)
     return engine
 

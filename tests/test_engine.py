@@ -445,6 +445,16 @@ def test_dtypes(dtype):
     assert [len(o.token_ids) for o in outputs] == [8, 8]
 
 
+def test_no_round_runs_for_nothing_on_cpu():
+    """A step is read before the next one begins: the last round of a request is the last one."""
+    engine = watch(Engine(str(tiny_target()), str(tiny_drafter())))
+    jobs = [SamplingParams(max_new_tokens=16, speculation=s) for s in ("tree", "chain", "off")]
+    for job in jobs:
+        before = engine.describe()["eager_rounds"]
+        (output,) = engine.generate([[1, 2, 3]], job)
+        assert engine.describe()["eager_rounds"] - before == output.stats.rounds
+
+
 def nodes_of(outputs):
     return [len(r.tokens) - 1 for output in outputs for r in output.trace]
 

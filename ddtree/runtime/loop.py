@@ -114,14 +114,21 @@ class Loop:
                 buckets=buckets,
             )
         )
-        return cls(scheduler, runner(num_pages))
+        loop = cls(scheduler, runner(num_pages))
+        loop.ahead = device.type != "cpu"
+        return loop
 
     def __init__(self, scheduler: Scheduler, runner: Runner):
         self.scheduler = scheduler
         self.runner = runner
         self.announce: Callable[[Plan], None] | None = None
         """Told every plan before it is launched: the other ranks launch it, too."""
+        self.ahead = True
+        """Whether a step is launched before the one before it is read. On CPU a launch is the
+        work itself: nothing would be hidden, and every request would end with a round for
+        nothing."""
         self._ticket: Ticket | None = None
+        self._collecting = 0.0
 
     def describe(self) -> dict[str, Any]:
         """Settings as they were resolved, and how the decode rounds ran so far."""
@@ -147,7 +154,7 @@ class Loop:
         }
 
     def step(self) -> None:
-        """Launch the next step, if there is one, and collect the one before it."""
+        """Launch the next step, if there is one, and collect the one before it, or itself."""
         started = time.perf_counter()
         plan = self.scheduler.schedule()
         if plan is not None and self.announce is not None:
@@ -156,12 +163,19 @@ class Loop:
         previous, self._ticket = self._ticket, ticket
         if previous is None and ticket is None:
             raise RuntimeError(f"{self.scheduler.unfinished} requests are left, and none can run")
-        if previous is not None:
-            first_tokens, reports = self.runner.read(previous)
-            self.scheduler.collect(previous.plan, first_tokens, reports, previous.stage_seconds)
+        if previous is not None and self.ahead:
+            self._collect(previous)
         if ticket is not None and ticket.stage_seconds:
             host = time.perf_counter() - started - ticket.busy_seconds
-            ticket.stage_seconds["host"] = host
+            ticket.stage_seconds["host"] = host + self._collecting
+        if ticket is not None and not self.ahead:
+            began, self._ticket = time.perf_counter(), None
+            self._collect(ticket)
+            self._collecting = time.perf_counter() - began
+
+    def _collect(self, ticket: Ticket) -> None:
+        first_tokens, reports = self.runner.read(ticket)
+        self.scheduler.collect(ticket.plan, first_tokens, reports, ticket.stage_seconds)
 
     def reset(self) -> None:
         """Drop everything after a failure or an interruption: all requests end as aborted."""
