@@ -446,12 +446,15 @@ def test_dtypes(dtype):
 
 
 def test_no_round_runs_for_nothing_on_cpu():
-    """A step is read before the next one begins: the last round of a request is the last one."""
+    """A step is read before the next one begins, so none begins after a stop."""
     engine = watch(Engine(str(tiny_target()), str(tiny_drafter())))
-    jobs = [SamplingParams(max_new_tokens=16, speculation=s) for s in ("tree", "chain", "off")]
-    for job in jobs:
+    (whole,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=16, ignore_eos=True))
+    stop = [whole.token_ids[8]]
+    for speculation in ("tree", "chain", "off"):
         before = engine.describe()["eager_rounds"]
+        job = SamplingParams(max_new_tokens=16, stop_token_ids=stop, speculation=speculation)
         (output,) = engine.generate([[1, 2, 3]], job)
+        assert output.finish_reason == "stop"
         assert engine.describe()["eager_rounds"] - before == output.stats.rounds
 
 
